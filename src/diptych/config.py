@@ -1,0 +1,111 @@
+"""Everything a user can set: nested frozen dataclasses, one per owner. The command line and YAML are generated from
+them.
+
+A component receives only its own part. `None` or "auto" means that `resolve` decides, once, and logs what it decided.
+Nothing mutates a config or os.environ. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+DEFAULT_PORT = 30000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how its weights are read."""
+
+    model_path: str = "demo"
+    """Hugging Face folder, GGUF file, or "demo" for the Gemma 3 270M of the `demo` extra."""
+    tokenizer_path: str | None = None
+    """Folder or tokenizer.json; default: beside the model, or inside the GGUF."""
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    """"dummy" fills random weights from config.json alone."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Compute and KV dtype; auto: what the checkpoint says, bfloat16 for GGUF."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, in tokens; default: what the model and the KV pool allow."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes CUDA if there is one."""
+    num_threads: int | None = None
+    """Compute threads on the CPU; default: one a core."""
+    seed: int = 0
+    """Seed of dummy weights and of requests that bring none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The KV pool and the prefix cache."""
+
+    page_size: int = 16
+    """Tokens in one KV page."""
+    kv_cache_memory: str | None = None
+    """KV pool size, such as "2GiB"; default: a share of free memory."""
+    mem_fraction: float = 0.5
+    """Share of the memory free after loading that the KV pool may take, if kv_cache_memory is not set."""
+    prefix_caching: bool = True
+    """Keep the pages of finished requests for prompts that begin alike."""
+    attention_backend: Literal["auto", "reference"] = "auto"
+    """Attention implementation; auto: the fastest that runs here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What runs in a step."""
+
+    max_num_seqs: int = 64
+    """Sequences in one batch at most."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step, which also bounds prefill chunks; default 1024 on a CPU, 8192 on a GPU."""
+    max_inflight_steps: int | None = None
+    """Steps submitted before the oldest one's tokens are read: 1 synchronous, 2 overlapped (the default)."""
+    schedule_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of the waiting queue; "priority" runs higher Request.priority first, first come first served within one."""
+    max_queued_requests: int = 1024
+    """Waiting requests beyond which new ones get 503."""
+    request_timeout: float | None = None
+    """Seconds after which a request without a deadline of its own is ended; default: never."""
+    check_invariants: bool = False
+    """Check the page books after every step instead of only when idle (slow; for tests)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The HTTP face."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = DEFAULT_PORT
+    """Port to listen on; 0 takes a free one."""
+    served_model_name: str | None = None
+    """Name in /v1/models; default: the model's folder or file name."""
+    api_key: str | None = None
+    """Bearer token that /v1 and native routes demand; health and metrics stay open."""
+    chat_template: str | None = None
+    """Jinja template, or a file holding one; default: the model's own, else a plain one."""
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3", "mistral"] = "auto"
+    """Format of tool calls in the model's text; auto goes by the chat template."""
+    reasoning_parser: Literal["none", "think", "deepseek_r1", "qwen3"] = "none"
+    """How reasoning is marked in the model's text."""
+    metrics_prefix: Literal["diptych", "vllm", "sglang"] = "vllm"
+    """Whose names /metrics uses, so that existing dashboards work."""
+    drain_timeout: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    max_body_size: str = "32MiB"
+    """Largest HTTP body accepted."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Verbosity of the log on standard error."""
+    log_requests: bool = True
+    """One line a finished request, with its stage times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All of it; sections map to owners."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)

@@ -1,0 +1,166 @@
+"""What the server and its engine say to each other. Plain typed data; `core.channel` carries it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from diptych.core.batch import FinishReason, TokenLogprobs
+from diptych.core.request import Request
+from diptych.errors import DiptychError, RequestError
+
+
+class AddRequest(msgspec.Struct, tag=True, frozen=True):
+    """Generate for this request. Answered by RequestOutputs until one is finished, or by a RequestFailed."""
+
+    request: Request
+
+
+class AbortRequests(msgspec.Struct, tag=True, frozen=True):
+    """Stop these requests; unknown ids are ignored. Each is answered with finish reason `abort`. None: all."""
+
+    request_ids: list[str] | None
+
+
+class FlushCache(msgspec.Struct, tag=True, frozen=True):
+    """Empty the prefix cache if the engine is idle. Answered by a Reply."""
+
+    call_id: int
+
+
+class GetLoad(msgspec.Struct, tag=True, frozen=True):
+    """Ask for the engine's load now. Answered by a Reply carrying an EngineLoad."""
+
+    call_id: int
+
+
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """Refuse new requests, finish the running ones within `timeout_s` seconds, abort the rest, then stop."""
+
+    timeout_s: float
+
+
+ToEngine = AddRequest | AbortRequests | FlushCache | GetLoad | Drain
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine serves; sent once, when it is ready."""
+
+    model_path: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    page_size: int
+    num_pages: int
+    page_nbytes: int
+    max_num_seqs: int
+    device: str
+    attention_backend: str
+    load_s: float
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens whose KV fits the pool."""
+        return self.num_pages * self.page_size
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of an engine: gauges of now, counters since its start (`*_total`)."""
+
+    timestamp: float
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_cached_pages: int = 0
+    num_owned_pages: int = 0
+    page_size: int = 0
+    num_slots: int = 0
+    num_free_slots: int = 0
+    generation_tokens_per_s: float = 0.0
+    steps_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    prefix_queries_total: int = 0
+    generation_tokens_total: int = 0
+    retractions_total: int = 0
+    host_s_total: float = 0.0
+    compute_s_total: float = 0.0
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The engine accepts requests."""
+
+    info: EngineInfo
+
+
+class Loading(msgspec.Struct, tag=True, frozen=True):
+    """Progress while weights load: `done` of `total` units of `what`."""
+
+    what: str
+    done: int
+    total: int
+
+
+class RequestOutput(msgspec.Struct, array_like=True, frozen=True):
+    """New tokens of one request, and its end if `finish_reason` is set.
+
+    matched_stop: the stop token that ended it, if one did (it is the last of token_ids). cached_tokens: prompt tokens
+    taken from the prefix cache. prompt_logprobs: for prompt positions, in order, as they become known. queue_s: seconds
+    from arrival to the first step; set on the first output.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    matched_stop: int | None = None
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    queue_s: float | None = None
+
+
+class RequestOutputs(msgspec.Struct, tag=True, frozen=True):
+    """Outputs of one step, and the engine's load every so often."""
+
+    outputs: list[RequestOutput]
+    load: EngineLoad | None = None
+
+
+class RequestFailed(msgspec.Struct, tag=True, frozen=True):
+    """The request ended in an error. `kind` is the name of a class of `diptych.errors`."""
+
+    request_id: str
+    kind: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, request_id: str, error: DiptychError) -> RequestFailed:
+        """The answer that carries `error`."""
+        param = error.param if isinstance(error, RequestError) else None
+        return cls(request_id, type(error).__name__, str(error), param)
+
+
+class Reply(msgspec.Struct, tag=True, frozen=True):
+    """Answer to a call: `ok`, a sentence for people, and the load where it was asked for."""
+
+    call_id: int
+    ok: bool
+    message: str = ""
+    load: EngineLoad | None = None
+
+
+class Fatal(msgspec.Struct, tag=True, frozen=True):
+    """The engine stops. Every open request has failed with it. kind: as in RequestFailed."""
+
+    message: str
+    kind: str = "WorkerError"
+
+
+class Stopped(msgspec.Struct, tag=True, frozen=True):
+    """The engine has drained and ends; nothing follows."""
+
+
+FromEngine = Ready | Loading | RequestOutputs | RequestFailed | Reply | Fatal | Stopped

@@ -1,0 +1,206 @@
+"""The engine's loop: intake, plan, submit, apply. One thread, whatever the role and depth.
+
+Owns the scheduler and the sockets; talks to its worker through an executor and to its server through a channel. Never
+imports torch (the executor's thread does).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from diptych.config import EngineConfig
+from diptych.core.channel import Channel
+from diptych.core.messages import (
+    AbortRequests,
+    AddRequest,
+    Drain,
+    EngineInfo,
+    EngineLoad,
+    Fatal,
+    FlushCache,
+    FromEngine,
+    GetLoad,
+    Loading,
+    Ready,
+    Reply,
+    RequestFailed,
+    RequestOutput,
+    RequestOutputs,
+    Stopped,
+    ToEngine,
+)
+from diptych.engine.executor import Executor
+from diptych.engine.roles import create_scheduler
+from diptych.errors import DiptychError, Unavailable, WorkerError
+from diptych.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+LOAD_REPORT_INTERVAL_S = 0.5
+IDLE_WAIT_MS = 250
+
+
+@dataclass(slots=True)
+class Clockwork:
+    """Where the loop's time goes, and when it last reported."""
+
+    host_s: float = 0.0
+    compute_s: float = 0.0
+    reported_at: float = 0.0
+    reported_tokens: int = 0
+    tokens_per_s: float = 0.0
+
+
+class EngineCore:
+    """Serves one channel until drained or broken.
+
+    Args: config: resolved. executor: not started yet. channel: to the server; this object closes it.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor, channel: Channel[FromEngine, ToEngine]) -> None:
+        self._config = config
+        self._executor = executor
+        self._channel = channel
+        self._poller = zmq.Poller()
+        self._poller.register(channel.socket, zmq.POLLIN)
+        self._poller.register(executor.wake_fd, zmq.POLLIN)
+        self._clockwork = Clockwork()
+        self._drain_deadline: float | None = None
+
+    def run(self) -> int:
+        """Load, serve, end. Returns the process's exit status: 0 after a drain, 1 after an error (already reported)."""
+        try:
+            self._executor.start()
+            info = self._load()
+            if info is not None:
+                self._serve(info)
+            self._channel.send(Stopped())
+            return 0
+        except DiptychError as error:
+            logger.error("the engine stops: %s", error, exc_info=isinstance(error, WorkerError))
+            self._channel.send(Fatal(str(error), type(error).__name__))
+            return 1
+        finally:
+            self._executor.shutdown()
+            self._channel.close()
+
+    def _load(self) -> EngineInfo | None:
+        """Wait for the worker, passing progress on. None: told to stop before it was done."""
+        while True:
+            news = self._executor.poll_loading()
+            if isinstance(news, EngineInfo):
+                return news
+            if isinstance(news, Loading):
+                self._channel.send(news)
+                continue
+            for message in self._channel.receive_all():
+                if isinstance(message, Drain):
+                    return None
+                self._refuse(message)
+            self._poller.poll(IDLE_WAIT_MS)
+
+    def _refuse(self, message: ToEngine) -> None:
+        """Every request is answered, even one that comes too early."""
+        if isinstance(message, AddRequest):
+            error = Unavailable("the engine is still loading; try again later")
+            self._channel.send(RequestFailed.of(message.request.request_id, error))
+        elif isinstance(message, FlushCache | GetLoad):
+            self._channel.send(Reply(message.call_id, False, "the engine is still loading"))
+
+    def _serve(self, info: EngineInfo) -> None:
+        scheduler = create_scheduler(self._config.scheduler, info, prefix_caching=self._config.cache.prefix_caching)
+        self._channel.send(Ready(info))
+        try:
+            while not self._has_drained(scheduler):
+                self._turn(scheduler)
+        except DiptychError as error:
+            for request_id in scheduler.open_requests():
+                scheduler.fail(request_id, error)
+            self._send_answers(scheduler)
+            raise
+
+    def _turn(self, scheduler: Scheduler) -> None:
+        """One round: take messages and finished steps, plan and submit what can run, answer, then wait for news."""
+        started = time.perf_counter()
+        for message in self._channel.receive_all():
+            self._obey(scheduler, message)
+        if (output := self._executor.poll()) is not None:
+            scheduler.apply(output)
+            self._clockwork.compute_s += output.compute_s
+            if self._config.scheduler.check_invariants:
+                scheduler.check()
+        if (batch := scheduler.plan()) is not None:
+            self._executor.submit(batch)
+        self._send_answers(scheduler)
+        self._clockwork.host_s += time.perf_counter() - started
+        if batch is None and output is None:
+            if scheduler.is_idle:
+                scheduler.check()
+            self._poller.poll(IDLE_WAIT_MS)
+
+    def _obey(self, scheduler: Scheduler, message: ToEngine) -> None:
+        match message:
+            case AddRequest(request=request):
+                try:
+                    if self._drain_deadline is not None:
+                        raise Unavailable("the engine is shutting down; send the request elsewhere")
+                    scheduler.add(request)
+                except DiptychError as error:
+                    self._channel.send(RequestFailed.of(request.request_id, error))
+            case AbortRequests(request_ids=request_ids):
+                for request_id in scheduler.open_requests() if request_ids is None else request_ids:
+                    scheduler.abort(request_id)
+            case FlushCache(call_id=call_id):
+                flushed = scheduler.flush_cache()
+                text = "prefix cache flushed" if flushed else "requests are running; flush when the engine is idle"
+                self._channel.send(Reply(call_id, flushed, text))
+            case GetLoad(call_id=call_id):
+                self._channel.send(Reply(call_id, True, load=self._measure_load(scheduler)))
+            case Drain(timeout_s=timeout_s):
+                self._drain_deadline = time.monotonic() + timeout_s
+
+    def _send_answers(self, scheduler: Scheduler) -> None:
+        answers = scheduler.take_answers()
+        outputs = [answer for answer in answers if isinstance(answer, RequestOutput)]
+        is_due = time.monotonic() - self._clockwork.reported_at >= LOAD_REPORT_INTERVAL_S
+        if outputs or is_due:
+            load = self._report_load(scheduler) if is_due else None
+            self._channel.send(RequestOutputs(outputs, load))
+        for answer in answers:
+            if isinstance(answer, RequestFailed):
+                self._channel.send(answer)
+
+    def _report_load(self, scheduler: Scheduler) -> EngineLoad:
+        """The load, with the generation rate since the last report."""
+        clockwork, now = self._clockwork, time.monotonic()
+        total = scheduler.counters.generation_tokens_total
+        elapsed = now - clockwork.reported_at
+        clockwork.tokens_per_s = (total - clockwork.reported_tokens) / elapsed if clockwork.reported_at else 0.0
+        clockwork.reported_at, clockwork.reported_tokens = now, total
+        return self._measure_load(scheduler)
+
+    def _measure_load(self, scheduler: Scheduler) -> EngineLoad:
+        clockwork = self._clockwork
+        return msgspec.structs.replace(
+            scheduler.load(),
+            generation_tokens_per_s=clockwork.tokens_per_s,
+            host_s_total=clockwork.host_s,
+            compute_s_total=clockwork.compute_s,
+        )
+
+    def _has_drained(self, scheduler: Scheduler) -> bool:
+        """Whether a drain was asked for and nothing is left; past its deadline, what is left is aborted."""
+        if self._drain_deadline is None:
+            return False
+        if scheduler.is_idle:
+            return True
+        if time.monotonic() >= self._drain_deadline:
+            for request_id in scheduler.open_requests():
+                scheduler.abort(request_id)
+            self._send_answers(scheduler)
+        return False

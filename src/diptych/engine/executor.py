@@ -1,0 +1,113 @@
+"""How batches reach workers. One rank: a thread of the engine's process.
+
+The engine stays responsive (cancels, heartbeats) while a step computes, and only immutable messages cross the threads.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from typing import Protocol
+
+from diptych.config import EngineConfig
+from diptych.core.batch import Batch, StepOutput
+from diptych.core.messages import EngineInfo, Loading
+from diptych.errors import DiptychError, WorkerError
+
+
+class Executor(Protocol):
+    """Runs batches, in order, on one or more workers."""
+
+    def start(self) -> None:
+        """Begin to load; `poll_loading` tells how it goes."""
+        ...
+
+    def poll_loading(self) -> Loading | EngineInfo | None:
+        """The next news of loading, if any. Raises what loading failed with (ConfigError, WorkerError)."""
+        ...
+
+    def submit(self, batch: Batch) -> None:
+        """Queue a batch; never blocks."""
+        ...
+
+    def poll(self) -> StepOutput | None:
+        """The oldest finished step, if any. Raises WorkerError if a step failed: the engine must stop."""
+        ...
+
+    @property
+    def wake_fd(self) -> int:
+        """Readable when `poll_loading` or `poll` may have news; drained by them."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the workers after the step that runs now."""
+        ...
+
+
+class InProcessExecutor:
+    """One worker on a thread of this process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Loading | EngineInfo | StepOutput | Exception] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        self._thread = threading.Thread(target=self._work, name="diptych-worker", daemon=True)
+
+    @property
+    def wake_fd(self) -> int:
+        return self._wake_read
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def poll_loading(self) -> Loading | EngineInfo | None:
+        news = self._take()
+        assert not isinstance(news, StepOutput), "a step finished before loading did"
+        return news
+
+    def submit(self, batch: Batch) -> None:
+        self._batches.put(batch)
+
+    def poll(self) -> StepOutput | None:
+        news = self._take()
+        assert news is None or isinstance(news, StepOutput), "loading news after it was done"
+        return news
+
+    def shutdown(self) -> None:
+        self._batches.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _take(self) -> Loading | EngineInfo | StepOutput | None:
+        try:
+            news = self._news.get_nowait()
+        except queue.Empty:
+            return None
+        os.read(self._wake_read, 1)
+        if isinstance(news, DiptychError):
+            raise news
+        if isinstance(news, Exception):
+            raise WorkerError(f"{type(news).__name__}: {news}") from news
+        return news
+
+    def _put(self, news: Loading | EngineInfo | StepOutput | Exception) -> None:
+        self._news.put(news)
+        os.write(self._wake_write, b"\0")
+
+    def _work(self) -> None:
+        """The worker's thread: load, then one batch after the other until told to end."""
+        # Imported here: torch takes seconds, and whoever only plans must not pay for it.
+        from diptych.worker.worker import create_worker
+
+        try:
+            worker = create_worker(self._config, lambda what, done, total: self._put(Loading(what, done, total)))
+            self._put(worker.info)
+            while (batch := self._batches.get()) is not None:
+                self._put(worker.step(batch))
+        except Exception as error:
+            self._put(error)

@@ -1,0 +1,41 @@
+"""Entry point of an engine's own process: `python -m diptych.engine.process --endpoint ipc://...`.
+
+The configuration comes as JSON on standard input; whoever started us holds the other end of the endpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+import msgspec
+import zmq
+
+from diptych.config import EngineConfig
+from diptych.core.channel import Channel, open_socket
+from diptych.core.messages import FromEngine, ToEngine
+from diptych.engine.engine import EngineCore
+from diptych.engine.executor import InProcessExecutor
+from diptych.log import setup_logging
+
+
+def main() -> int:
+    """Run an engine until its server drains it. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="diptych.engine.process")
+    parser.add_argument("--endpoint", required=True, help="ZMQ endpoint bound by the server")
+    arguments = parser.parse_args()
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    setup_logging("engine", config.server.log_level)
+    # Ctrl-C reaches the whole terminal group; only the server decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    channel: Channel[FromEngine, ToEngine] = Channel(open_socket(context, arguments.endpoint, bind=False), ToEngine)
+    try:
+        return EngineCore(config, InProcessExecutor(config), channel).run()
+    finally:
+        context.term()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""A worker without weights: a toy model over real pages, for tests of scheduling and transfer.
+
+Its KV is the token id itself, written to the page that the batch names. A token is sampled from a hash of what the
+pages hold, so a page lost, shared wrongly, reused too early or never written changes the output. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from array import array
+from collections import deque
+
+from diptych.core.batch import Admission, Batch, RowOutput, SequenceStep, StepOutput
+from diptych.core.messages import EngineInfo, Loading
+from diptych.core.request import Request
+
+
+def next_token(token_ids: list[int], vocab_size: int) -> int:
+    """The toy model: greedy continuation of a text."""
+    return zlib.crc32(array("i", token_ids).tobytes()) % vocab_size
+
+
+def expected_output(request: Request, *, vocab_size: int, max_len: int, eos_token_ids: tuple[int, ...]) -> list[int]:
+    """What the toy model answers to a request, computed without pages or batches."""
+    sampling = request.sampling
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_token_ids))
+    token_ids = list(request.prompt_token_ids)
+    limit = max_len if sampling.max_tokens is None else min(max_len, len(token_ids) + sampling.max_tokens)
+    output: list[int] = []
+    while len(token_ids) < limit:
+        token_ids.append(next_token(token_ids, vocab_size))
+        output.append(token_ids[-1])
+        if token_ids[-1] in stops and len(output) >= sampling.min_tokens:
+            break
+    return output
+
+
+class ToySlot:
+    """An admitted sequence."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.token_ids = list(admission.token_ids)
+        self.pages: list[int] = []
+        self.max_len = admission.num_prompt_tokens + admission.max_tokens
+        self.num_prompt_tokens = admission.num_prompt_tokens
+        self.min_tokens = admission.sampling.min_tokens
+        self.stops = set(admission.eos_token_ids) | set(admission.sampling.stop_token_ids)
+        self.has_ended = False
+
+
+class ToyWorker:
+    """Runs batches over `num_pages` pages of `page_size` token ids."""
+
+    def __init__(self, num_pages: int, page_size: int, *, vocab_size: int) -> None:
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.memory = [-1] * (num_pages * page_size)
+        self.num_computed_tokens = 0
+        self._slots: dict[int, ToySlot] = {}
+
+    def step(self, batch: Batch) -> StepOutput:
+        """Run one batch: all rows write their KV, then all rows read."""
+        for slot in batch.releases:
+            del self._slots[slot]
+        for admission in batch.admissions:
+            if admission.slot in self._slots:
+                raise AssertionError(f"slot {admission.slot} is admitted twice")
+            self._slots[admission.slot] = ToySlot(admission)
+        for step in batch.steps:
+            self._slots[step.slot].pages += step.new_pages
+        live = [step for step in batch.steps if not self._slots[step.slot].has_ended]
+        for step in live:
+            self._write(step)
+        return StepOutput(batch.step_id, [self._read(step) for step in batch.steps], 0.0)
+
+    def _address(self, slot: ToySlot, position: int) -> int:
+        return slot.pages[position // self.page_size] * self.page_size + position % self.page_size
+
+    def _write(self, step: SequenceStep) -> None:
+        slot = self._slots[step.slot]
+        self.num_computed_tokens += step.num_tokens
+        for position in range(step.start, step.start + step.num_tokens):
+            self.memory[self._address(slot, position)] = slot.token_ids[position]
+
+    def _read(self, step: SequenceStep) -> RowOutput:
+        slot = self._slots[step.slot]
+        if slot.has_ended or not step.samples:
+            return RowOutput([])
+        seen = [self.memory[self._address(slot, position)] for position in range(step.start + step.num_tokens)]
+        token_id = next_token(seen, self.vocab_size)
+        slot.token_ids.append(token_id)
+        num_output_tokens = len(slot.token_ids) - slot.num_prompt_tokens
+        slot.has_ended = len(slot.token_ids) >= slot.max_len or (
+            token_id in slot.stops and num_output_tokens >= slot.min_tokens
+        )
+        return RowOutput([token_id])
+
+
+class ToyExecutor:
+    """An Executor over a ToyWorker that runs a batch when its result is polled."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.worker = ToyWorker(info.num_pages, info.page_size, vocab_size=info.vocab_size)
+        self._info: EngineInfo | None = info
+        self._batches: deque[Batch] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+
+    @property
+    def wake_fd(self) -> int:
+        return self._wake_read
+
+    def start(self) -> None:
+        """Nothing to load."""
+
+    def poll_loading(self) -> Loading | EngineInfo | None:
+        info, self._info = self._info, None
+        return info
+
+    def submit(self, batch: Batch) -> None:
+        self._batches.append(batch)
+        os.write(self._wake_write, b"\0")
+
+    def poll(self) -> StepOutput | None:
+        if not self._batches:
+            return None
+        os.read(self._wake_read, 1)
+        return self.worker.step(self._batches.popleft())
+
+    def shutdown(self) -> None:
+        os.close(self._wake_read)
+        os.close(self._wake_write)

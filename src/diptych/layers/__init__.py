@@ -1,0 +1,1 @@
+"""Layers that models are composed of; sharding lives here, never in a model. Device side."""

@@ -1,0 +1,62 @@
+"""Linear layers: one projection, or several that read the same input as a single GEMM.
+
+Owns their weights. Knows nothing of models or of attention. Shapes: T = tokens, I = in features, O = out features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diptych.layers.parameter import fill, new_parameter
+from diptych.layers.weights import WeightSource
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`: [T, I] to [T, O]. Weight [O, I]."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.weight = new_parameter((out_features, in_features), dtype=dtype, device=device)
+        self.bias = new_parameter((out_features,), dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def load(self, source: WeightSource, prefix: str) -> None:
+        """Read `{prefix}.weight` and, with a bias, `{prefix}.bias`."""
+        fill(self.weight, source, f"{prefix}.weight")
+        if self.bias is not None:
+            fill(self.bias, source, f"{prefix}.bias")
+
+
+class MergedLinear(Linear):
+    """Projections that share an input, stacked along their outputs: one GEMM instead of several.
+
+    Args: parts: name of each projection in the checkpoint and its number of outputs, in the order of the output's
+    columns.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
+        self.parts = dict(parts)
+
+    def load(self, source: WeightSource, prefix: str) -> None:
+        """Read `{prefix}.{part}.weight` and, with biases, `{prefix}.{part}.bias` of every part."""
+        start = 0
+        for name, size in self.parts.items():
+            fill(self.weight[start : start + size], source, f"{prefix}.{name}.weight")
+            if self.bias is not None:
+                fill(self.bias[start : start + size], source, f"{prefix}.{name}.bias")
+            start += size

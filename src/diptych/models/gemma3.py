@@ -1,0 +1,50 @@
+"""Gemma 3, text only: norms before and after both blocks, head norms, a scaled embedding, windows in most layers.
+
+Windowed layers have a rotary base of their own; every norm has Gemma's (1 + weight) form.
+Gemma Team 2025, https://arxiv.org/abs/2503.19786.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.attention.backend import AttentionBackend, AttentionInputs
+from diptych.layers.norm import RMSNorm
+from diptych.layers.rotary import Rotation
+from diptych.models.config import TransformerConfig
+from diptych.models.transformer import DecoderLayer, SelfAttention, Transformer, gated_mlp, query_key_norm
+
+
+class Gemma3Layer(DecoderLayer):
+    """Attention, then MLP: each reads the normalised stream, and its output is normalised again before it is added."""
+
+    def __init__(
+        self, config: TransformerConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__(config, layer, dtype=dtype, device=device)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=True, dtype=dtype, device=device)
+
+        self.input_layernorm = norm()
+        head_norm = query_key_norm(config, unit_offset=True, dtype=dtype, device=device)
+        self.self_attn = SelfAttention(config, layer, head_norm=head_norm, dtype=dtype, device=device)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
+        self.mlp = gated_mlp(config, dtype=dtype, device=device)
+        self.post_feedforward_layernorm = norm()
+
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, inputs: AttentionInputs, attention: AttentionBackend
+    ) -> torch.Tensor:
+        attended = self.self_attn(self.input_layernorm(hidden), rotation, inputs, attention)
+        hidden.add_(self.post_attention_layernorm(attended))
+        fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return hidden.add_(self.post_feedforward_layernorm(fed_forward))
+
+
+class Gemma3Model(Transformer):
+    """Gemma3ForCausalLM, and the text part of Gemma3ForConditionalGeneration."""
+
+    layer_class = Gemma3Layer
+    norm_has_unit_offset = True

@@ -1,0 +1,45 @@
+"""Llama 1 to 3.x, and Mistral, which differs in its config only (a sliding window in every layer).
+
+Touvron et al. 2023, https://arxiv.org/abs/2302.13971; Jiang et al. 2023, https://arxiv.org/abs/2310.06825.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from diptych.attention.backend import AttentionBackend, AttentionInputs
+from diptych.layers.norm import RMSNorm
+from diptych.layers.rotary import Rotation
+from diptych.models.config import TransformerConfig
+from diptych.models.transformer import DecoderLayer, SelfAttention, Transformer, gated_mlp, query_key_norm
+
+
+class LlamaLayer(DecoderLayer):
+    """Attention, then MLP, each on the normalised stream and added to it."""
+
+    norms_heads: ClassVar[bool] = False
+
+    def __init__(
+        self, config: TransformerConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__(config, layer, dtype=dtype, device=device)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        head_norm = query_key_norm(config, dtype=dtype, device=device) if self.norms_heads else None
+        self.self_attn = SelfAttention(config, layer, head_norm=head_norm, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        self.mlp = gated_mlp(config, dtype=dtype, device=device)
+
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, inputs: AttentionInputs, attention: AttentionBackend
+    ) -> torch.Tensor:
+        hidden.add_(self.self_attn(self.input_layernorm(hidden), rotation, inputs, attention))
+        return hidden.add_(self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class LlamaModel(Transformer):
+    """LlamaForCausalLM and MistralForCausalLM."""
+
+    layer_class = LlamaLayer

@@ -1,0 +1,174 @@
+"""Checks a whole EngineConfig and decides what the host side can: sizes, paths, names. Once, before anything starts.
+
+What needs the device (dtype, KV pool size, threads, token budget) is decided in the worker. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from ipaddress import ip_address
+from pathlib import Path
+
+import msgspec
+
+from diptych import env
+from diptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from diptych.demo import DEMO_NAME, demo_model_path
+from diptych.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_PAGE_SIZE = 256
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
+
+
+def parse_size(text: str, *, name: str = "size") -> int:
+    """Bytes of a size such as "2GiB", "500 MB", "64k" or "1048576".
+
+    KB, MB, GB are powers of ten; KiB, MiB, GiB and the bare letters K, M, G powers of two.
+    Raises: ConfigError naming `name` for anything else, and for sizes below one byte.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = None if match is None else _UNITS.get(match[2].upper())
+    if match is None or unit is None:
+        raise ConfigError(f'{name} must be a size such as "512MiB" or "2GiB", got {text!r}')
+    size = int(float(match[1]) * unit)
+    if size < 1:
+        raise ConfigError(f"{name} must be at least one byte, got {text!r}")
+    return size
+
+
+def resolve(config: EngineConfig) -> EngineConfig:
+    """The same config, checked, with the model's and the tokenizer's paths and the served name filled in.
+
+    Assembles the demo model if that is what is asked for. Resolving twice changes nothing.
+    Raises: ConfigError naming the first value that cannot be served.
+    """
+    validate(config)
+    model = _resolve_paths(config.model)
+    server = config.server
+    if server.served_model_name is None:
+        server = replace(server, served_model_name=_model_name(config.model.model_path))
+    if server.api_key is None:
+        server = replace(server, api_key=env.api_key())
+    if server.api_key is None and not _is_loopback(server.host):
+        logger.warning("listening on %s without an API key: anyone who reaches the port can use the model", server.host)
+    return replace(config, model=model, server=server)
+
+
+def validate(config: EngineConfig) -> None:
+    """Check types, choices and ranges without touching the file system. Raises: ConfigError."""
+    try:
+        msgspec.convert(msgspec.to_builtins(config), EngineConfig)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ConfigError(f"invalid configuration: {error}") from error
+    _validate_model(config.model)
+    _validate_cache(config.cache)
+    _validate_scheduler(config.scheduler)
+    _validate_server(config.server)
+
+
+def _validate_model(config: ModelConfig) -> None:
+    if not config.model_path:
+        raise ConfigError('model_path must name a folder, a GGUF file or "demo", got an empty string')
+    _at_least("max_model_len", config.max_model_len, 2)
+    _at_least("num_threads", config.num_threads, 1)
+
+
+def _validate_cache(config: CacheConfig) -> None:
+    size = config.page_size
+    if not 1 <= size <= MAX_PAGE_SIZE or size & (size - 1):
+        raise ConfigError(f"page_size must be a power of two from 1 to {MAX_PAGE_SIZE}, got {size}")
+    if not 0.0 < config.mem_fraction <= 1.0:
+        raise ConfigError(f"mem_fraction must be above 0 and at most 1, got {config.mem_fraction}")
+    if config.kv_cache_memory is not None:
+        parse_size(config.kv_cache_memory, name="kv_cache_memory")
+
+
+def _validate_scheduler(config: SchedulerConfig) -> None:
+    _at_least("max_num_seqs", config.max_num_seqs, 1)
+    _at_least("max_num_batched_tokens", config.max_num_batched_tokens, 1)
+    _at_least("max_inflight_steps", config.max_inflight_steps, 1)
+    _at_least("max_queued_requests", config.max_queued_requests, 1)
+    if config.request_timeout is not None and not config.request_timeout > 0:
+        raise ConfigError(f"request_timeout must be above 0 seconds, got {config.request_timeout}")
+
+
+def _validate_server(config: ServerConfig) -> None:
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(f"port must be from 0 to 65535, got {config.port}")
+    if not config.host:
+        raise ConfigError('host must be an address such as "127.0.0.1", got an empty string')
+    if config.api_key == "":
+        raise ConfigError("api_key must not be empty; leave it out to serve without one")
+    if not 0.0 <= config.drain_timeout < float("inf"):
+        raise ConfigError(f"drain_timeout must be 0 or more seconds, got {config.drain_timeout}")
+    parse_size(config.max_body_size, name="max_body_size")
+
+
+def _at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and value < low:
+        raise ConfigError(f"{name} must be at least {low}, got {value}")
+
+
+def _resolve_paths(config: ModelConfig) -> ModelConfig:
+    path = demo_model_path() if config.model_path == DEMO_NAME else Path(config.model_path).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f'model path {path} does not exist; give a folder with config.json, a GGUF file, or "{DEMO_NAME}"'
+        )
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"model folder {path} has no config.json; for GGUF name the .gguf file itself")
+    tokenizer_path = config.tokenizer_path
+    if tokenizer_path is None:
+        found = _find_tokenizer(path, may_lack=config.load_format == "dummy")
+        tokenizer_path = None if found is None else str(found)
+    elif not Path(tokenizer_path).expanduser().exists():
+        raise ConfigError(f"tokenizer path {tokenizer_path} does not exist; give a folder or a tokenizer.json")
+    return replace(config, model_path=str(path), tokenizer_path=tokenizer_path)
+
+
+def _find_tokenizer(path: Path, *, may_lack: bool) -> Path | None:
+    """The model folder if it holds a tokenizer.json; for a file the tokenizer.json beside it, else the file itself."""
+    if path.is_file():
+        beside = path.parent / "tokenizer.json"
+        return beside if beside.is_file() else path
+    if (path / "tokenizer.json").is_file():
+        return path
+    if may_lack:
+        return None
+    raise ConfigError(f"model folder {path} has no tokenizer.json; name one with --tokenizer-path")
+
+
+def _model_name(model_path: str) -> str:
+    if model_path == DEMO_NAME:
+        return DEMO_NAME
+    path = Path(model_path).expanduser().resolve()
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

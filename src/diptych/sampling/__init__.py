@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, grammar masks, truncation, seeded sampling, logprobs. Device side."""

@@ -1,0 +1,1 @@
+"""A rank: device, weights, KV pool, and the step that runs a batch. Device side."""

@@ -1,0 +1,56 @@
+"""The frozen list of flags. A new flag is a field in the owning dataclass, a line here, and a reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from diptych.cli.flags import flag_names
+
+FLAGS = [
+    "--model-path",
+    "--tokenizer-path",
+    "--load-format",
+    "--dtype",
+    "--max-model-len",
+    "--device",
+    "--num-threads",
+    "--seed",
+    "--page-size",
+    "--kv-cache-memory",
+    "--mem-fraction",
+    "--prefix-caching",
+    "--attention-backend",
+    "--max-num-seqs",
+    "--max-num-batched-tokens",
+    "--max-inflight-steps",
+    "--schedule-policy",
+    "--max-queued-requests",
+    "--request-timeout",
+    "--check-invariants",
+    "--host",
+    "--port",
+    "--served-model-name",
+    "--api-key",
+    "--chat-template",
+    "--tool-call-parser",
+    "--reasoning-parser",
+    "--metrics-prefix",
+    "--drain-timeout",
+    "--max-body-size",
+    "--log-level",
+    "--log-requests",
+]
+
+MAX_FLAGS = 40
+
+
+def test_flags_are_the_frozen_ones():
+    assert flag_names() == FLAGS
+
+
+def test_flat_names_are_unique():
+    assert [name for name, count in Counter(flag_names()).items() if count > 1] == []
+
+
+def test_flags_are_few():
+    assert len(FLAGS) <= MAX_FLAGS
