@@ -8,8 +8,9 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _no_api_key_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_keys_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DIPTYCH_API_KEY", raising=False)
+    monkeypatch.delenv("DIPTYCH_CLUSTER_KEY", raising=False)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ class CacheConfig:
     """Share of the memory free after loading that the KV pool may take, if kv_cache_memory is not set."""
     prefix_caching: bool = True
     """Keep the pages of finished requests for prompts that begin alike."""
-    attention_backend: Literal["auto", "reference"] = "auto"
+    attention_backend: Literal["auto", "cpu", "reference"] = "auto"
     """Attention implementation; auto: the fastest that runs here."""
 
 
@@ -69,6 +69,38 @@ class SchedulerConfig:
     """Seconds after which a request without a deadline of its own is ended; default: never."""
     check_invariants: bool = False
     """Check the page books after every step instead of only when idle (slow; for tests)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """Prefill and decode apart: what this engine advertises, and how it deals with its peers."""
+
+    role: Literal["unified", "prefill", "decode"] = "unified"
+    """What this engine does for requests that name a peer; every engine can do all of a request itself."""
+    disaggregation_bootstrap_port: int = 8998
+    """Port of a prefill engine's registry, where decode engines find it; 0 takes a free one."""
+    peer_host: str = "127.0.0.1"
+    """Address at which peers reach this engine's control socket and registry."""
+    peer_port: int = 0
+    """Port of the control socket; 0 takes a free one."""
+    allowed_bootstrap_hosts: str = "127.0.0.1,localhost"
+    """Hosts that a client's bootstrap_host may name, separated by commas."""
+    local_prefill: bool = True
+    """Whether a decode engine computes a prompt itself when its prefill engine cannot."""
+    local_prefill_tokens: int = 0
+    """Uncached prompt tokens up to which a decode engine does not bother its prefill engine."""
+    max_rooms: int = 1024
+    """Requests that may be in transfer at a time."""
+    room_timeout: float = 30.0
+    """Seconds that one side of a room waits for the other."""
+    transfer_timeout: float = 120.0
+    """Seconds from asking for a prompt to having its KV."""
+    heartbeat_interval: float = 0.5
+    """Seconds between signs of life to a peer."""
+    heartbeat_timeout: float = 2.0
+    """Seconds of silence after which a peer is taken for lost."""
+    cluster_key: str | None = None
+    """Secret shared by all engines; required as soon as peer_host is not a loopback address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,4 +140,5 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from diptych.core.messages import EngineInfo, EngineLoad
+from diptych.core.messages import EngineInfo, EngineLoad, TransferLoad
 
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 _TOKEN_LATENCY_BUCKETS_S = (
@@ -117,10 +117,80 @@ _READINGS = (
 )
 
 
+@dataclass(frozen=True)
+class _TransferReading:
+    """One number of transfers between engines, under the same name in every family."""
+
+    name: str
+    text: str
+    read: Callable[[TransferLoad], float]
+    is_counter: bool = False
+
+
+_TRANSFER_READINGS = (
+    _TransferReading(
+        "num_prefill_bootstrap_queue_reqs",
+        "Prompts whose decode engine has not named their room yet.",
+        lambda load: load.num_outgoing_waiting,
+    ),
+    _TransferReading(
+        "num_prefill_inflight_queue_reqs",
+        "Prompts that are computed or sent for a decode engine.",
+        lambda load: load.num_outgoing_rooms - load.num_outgoing_waiting,
+    ),
+    _TransferReading(
+        "num_decode_transfer_queue_reqs",
+        "Prompts that a prefill engine computes or sends for this one.",
+        lambda load: load.num_incoming_rooms,
+    ),
+    _TransferReading("kv_transfer_free_rooms", "Rooms that can be opened.", lambda load: load.num_free_rooms),
+    _TransferReading(
+        "kv_transfer_quarantined_pages", "Pages that a peer may still write.", lambda load: load.num_quarantined_pages
+    ),
+    _TransferReading("kv_transfer_peers", "Engines that this one deals with.", lambda load: load.num_peers),
+    _TransferReading("kv_transfer_lost_peers", "Engines that are silent.", lambda load: load.num_lost_peers),
+    _TransferReading("kv_transfer_rooms_done", "Rooms that were delivered.", lambda load: load.rooms_done_total, True),
+    _TransferReading(
+        "kv_transfer_foreign_frames",
+        "Messages on the control socket that were dropped.",
+        lambda load: load.foreign_frames_total,
+        True,
+    ),
+    _TransferReading(
+        "num_transfer_failed_reqs", "Transfers that failed.", lambda load: sum(load.failures_total.values()), True
+    ),
+)
+# vLLM has histograms of these; of ours the count and the sum are known. Name, text, sum.
+_VLLM_TRANSFERS: tuple[tuple[str, str, Callable[[TransferLoad], float]], ...] = (
+    ("nixl_xfer_time_seconds", "Time of KV writes.", lambda load: load.transfer_s_total),
+    ("nixl_bytes_transferred", "Bytes of KV writes.", lambda load: load.bytes_sent_total),
+    ("nixl_num_descriptors", "Descriptors of KV writes.", lambda load: load.descriptors_total),
+)
+
+
+class TransferSpeed:
+    """How fast KV moved when it last did, from two reports of totals. Gigabytes a second; mean milliseconds a write."""
+
+    def __init__(self) -> None:
+        self.gb_per_s = 0.0
+        self.latency_ms = 0.0
+        self._before = TransferLoad()
+
+    def note(self, load: TransferLoad) -> None:
+        """The latest totals."""
+        num_writes = load.writes_total - self._before.writes_total
+        seconds = load.transfer_s_total - self._before.transfer_s_total
+        if num_writes > 0 and seconds > 0.0:
+            self.gb_per_s = (load.bytes_sent_total - self._before.bytes_sent_total) / seconds / 1e9
+            self.latency_ms = 1e3 * seconds / num_writes
+        self._before = load
+
+
 class _LoadCollector(Collector):
     """Turns the latest load report into gauges and counters at the moment of a scrape."""
 
     def __init__(self, family: str, labels: dict[str, str]) -> None:
+        self.speed = TransferSpeed()
         self._family = family
         self._names = list(labels)
         self._values = list(labels.values())
@@ -136,12 +206,38 @@ class _LoadCollector(Collector):
             name = reading.sglang if self._family == "sglang" else reading.vllm
             if name is None:
                 continue
-            kind = CounterMetricFamily if reading.is_counter else GaugeMetricFamily
-            metric = kind(f"{self._family}:{name}", reading.text, labels=self._names)
-            metric.add_metric(self._values, float(reading.read(self.load)))
-            yield metric
+            yield self._number(name, reading.text, reading.read(self.load), is_counter=reading.is_counter)
         if self._family == "sglang":
             yield self._cached_tokens(self.load)
+        if self.load.transfer is not None:
+            yield from self._transfers(self.load.transfer)
+
+    def _transfers(self, load: TransferLoad) -> Iterator[Metric]:
+        for reading in _TRANSFER_READINGS:
+            yield self._number(reading.name, reading.text, reading.read(load), is_counter=reading.is_counter)
+        yield self._number("kv_transfer_speed_gb_s", "Speed of the latest KV writes.", self.speed.gb_per_s)
+        yield self._number("kv_transfer_latency_ms", "Mean time of the latest KV writes.", self.speed.latency_ms)
+        yield self._number("kv_transfer_total_mb", "Megabytes of KV sent.", load.bytes_sent_total / 1e6)
+        failures = CounterMetricFamily(
+            f"{self._family}:kv_transfer_failures", "Transfers that failed.", labels=[*self._names, "cause"]
+        )
+        for cause, count in load.failures_total.items():
+            failures.add_metric([*self._values, cause], float(count))
+        yield failures
+        if self._family == "sglang":
+            return
+        expired = load.failures_total.get("EXPIRED", 0)
+        yield self._number("nixl_num_kv_expired_reqs", "Transfers that were late.", expired, is_counter=True)
+        for name, text, read in _VLLM_TRANSFERS:
+            histogram = HistogramMetricFamily(f"{self._family}:{name}", text, labels=self._names)
+            histogram.add_metric(self._values, [("+Inf", float(load.writes_total))], read(load))
+            yield histogram
+
+    def _number(self, name: str, text: str, value: float, *, is_counter: bool = False) -> Metric:
+        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+        metric = kind(f"{self._family}:{name}", text, labels=self._names)
+        metric.add_metric(self._values, float(value))
+        return metric
 
     def _cache_config(self, info: EngineInfo) -> Metric:
         names = [*self._names, "block_size", "num_gpu_blocks"]
@@ -171,12 +267,15 @@ class RequestTimes:
 class ServerMetrics:
     """All metrics of a server.
 
-    Args: family: whose names. model_name: the label that dashboards filter on.
+    Args: family: whose names. model_name: the label that dashboards filter on. engine_type: the role at the start.
     """
 
-    def __init__(self, family: str, model_name: str) -> None:
+    def __init__(self, family: str, model_name: str, *, engine_type: str = "unified") -> None:
         labels = {"model_name": model_name}
-        labels |= {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0"} if family == "sglang" else {"engine": "0"}
+        if family == "sglang":
+            labels |= {"engine_type": engine_type, "tp_rank": "0", "pp_rank": "0"}
+        else:
+            labels |= {"engine": "0"}
         self.registry = CollectorRegistry()
         self._labels = labels
         self._family = family
@@ -193,6 +292,8 @@ class ServerMetrics:
         self._prompt = self._histogram("request_prompt_tokens", "Prompt length.", _TOKEN_COUNT_BUCKETS)
         self._output = self._histogram("request_generation_tokens", "Output length.", _TOKEN_COUNT_BUCKETS)
         self._ends = self._end_counters()
+        self._missed = self._counter("num_bootstrap_failed_reqs", "Sequences whose prefill engine was not found.")
+        self._local = self._counter("num_local_prefill_reqs", "Of these, sequences whose prompt is computed here.")
 
     def note_ready(self, info: EngineInfo) -> None:
         """The engine is up; its KV pool has this shape."""
@@ -201,6 +302,19 @@ class ServerMetrics:
     def note_load(self, load: EngineLoad) -> None:
         """The engine's latest report."""
         self._collector.load = load
+        if load.transfer is not None:
+            self._collector.speed.note(load.transfer)
+
+    @property
+    def transfer_speed(self) -> TransferSpeed:
+        """How fast KV moves."""
+        return self._collector.speed
+
+    def note_missed_prefill(self, is_local: bool) -> None:
+        """A sequence's prefill engine was not found; is_local: its prompt is computed here."""
+        self._missed.labels(**self._labels).inc()
+        if is_local:
+            self._local.labels(**self._labels).inc()
 
     def note_gap(self, seconds: float) -> None:
         """Time between two outputs of one sequence."""

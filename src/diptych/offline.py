@@ -272,6 +272,7 @@ class LLM:
             token_ids = (
                 await service.encode(prompt) if isinstance(prompt, str) else service.check_token_ids(prompt, "prompt")
             )
+            await service.check_grammar(params.grammar)
             generations += service.submit(token_ids, params, GenerationOptions(default_max_tokens=16))
         await run_all(generations)
         return [_completion(generation) for generation in generations]

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from diptych import env
-from diptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from diptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
 from diptych.demo import DEMO_NAME, demo_model_path
 from diptych.errors import ConfigError
 
@@ -57,11 +57,13 @@ def parse_size(text: str, *, name: str = "size") -> int:
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
-    """The same config, checked, with the model's and the tokenizer's paths and the served name filled in.
+    """The same config, checked, with the model's and the tokenizer's paths, the served name and keys filled in.
 
     Assembles the demo model if that is what is asked for. Resolving twice changes nothing.
     Raises: ConfigError naming the first value that cannot be served.
     """
+    if config.transfer.cluster_key is None:
+        config = replace(config, transfer=replace(config.transfer, cluster_key=env.cluster_key()))
     validate(config)
     model = _resolve_paths(config.model)
     server = config.server
@@ -83,6 +85,7 @@ def validate(config: EngineConfig) -> None:
     _validate_model(config.model)
     _validate_cache(config.cache)
     _validate_scheduler(config.scheduler)
+    _validate_transfer(config.transfer)
     _validate_server(config.server)
 
 
@@ -110,6 +113,32 @@ def _validate_scheduler(config: SchedulerConfig) -> None:
     _at_least("max_queued_requests", config.max_queued_requests, 1)
     if config.request_timeout is not None and not config.request_timeout > 0:
         raise ConfigError(f"request_timeout must be above 0 seconds, got {config.request_timeout}")
+
+
+def _validate_transfer(config: TransferConfig) -> None:
+    for name, port in (
+        ("disaggregation_bootstrap_port", config.disaggregation_bootstrap_port),
+        ("peer_port", config.peer_port),
+    ):
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{name} must be from 0 to 65535, got {port}")
+    _at_least("max_rooms", config.max_rooms, 1)
+    _at_least("local_prefill_tokens", config.local_prefill_tokens, 0)
+    for name in ("room_timeout", "transfer_timeout", "heartbeat_interval", "heartbeat_timeout"):
+        if not 0.0 < vars(config)[name] < float("inf"):
+            raise ConfigError(f"{name} must be above 0 seconds, got {vars(config)[name]}")
+    if config.heartbeat_timeout < 2 * config.heartbeat_interval:
+        raise ConfigError(
+            f"heartbeat_timeout must be at least twice heartbeat_interval ({config.heartbeat_interval} s), "
+            f"got {config.heartbeat_timeout}"
+        )
+    if config.cluster_key == "":
+        raise ConfigError("cluster_key must not be empty; leave it out on loopback")
+    if config.cluster_key is None and not _is_loopback(config.peer_host):
+        raise ConfigError(
+            f"peer_host is {config.peer_host}, which others can reach: set --cluster-key (or DIPTYCH_CLUSTER_KEY), the "
+            "same for all engines, or use a loopback address"
+        )
 
 
 def _validate_server(config: ServerConfig) -> None:

@@ -27,6 +27,19 @@ FLAGS = [
     "--max-queued-requests",
     "--request-timeout",
     "--check-invariants",
+    "--role",
+    "--disaggregation-bootstrap-port",
+    "--peer-host",
+    "--peer-port",
+    "--allowed-bootstrap-hosts",
+    "--local-prefill",
+    "--local-prefill-tokens",
+    "--max-rooms",
+    "--room-timeout",
+    "--transfer-timeout",
+    "--heartbeat-interval",
+    "--heartbeat-timeout",
+    "--cluster-key",
     "--host",
     "--port",
     "--served-model-name",
@@ -41,7 +54,8 @@ FLAGS = [
     "--log-requests",
 ]
 
-MAX_FLAGS = 40
+# 13 of them are for prefill and decode apart: where peers meet, what a deployment may wait for, and one secret.
+MAX_FLAGS = 48
 
 
 def test_flags_are_the_frozen_ones():

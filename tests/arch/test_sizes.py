@@ -11,7 +11,12 @@ MAX_INIT_LINES = 30
 MAX_PUBLIC_METHODS = 12
 
 # "diptych/x.py" for a file, "diptych/x.py:Class" or "diptych/x.py:Class.method" for what is in it.
-EXCEPTIONS: frozenset[str] = frozenset()
+EXCEPTIONS: frozenset[str] = frozenset(
+    {
+        "diptych/transfer/receiver.py:Receiver",  # decisions/010
+        "diptych/transfer/sender.py:Sender",  # decisions/010
+    }
+)
 
 
 def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

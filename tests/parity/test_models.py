@@ -25,8 +25,9 @@ from transformers import (
 )
 
 from diptych.attention.backend import AttentionInputs, ForwardInputs
-from diptych.attention.reference import ReferenceAttention
+from diptych.attention.registry import create_attention
 from diptych.errors import ConfigError
+from diptych.kernels.library import kernels
 from diptych.kv.layout import KVLayout
 from diptych.kv.pool import KVPool
 from diptych.models.config import TransformerConfig
@@ -135,12 +136,15 @@ def our_config(config: PreTrainedConfig, architecture: str) -> TransformerConfig
 
 
 @cache
-def our_model(case: str, dtype: torch.dtype = torch.float32) -> Transformer:
+def our_model(case: str, dtype: torch.dtype = torch.float32, backend: str = "reference") -> Transformer:
+    """Our model in plain torch, or with its weights packed for the CPU kernels."""
     reference = reference_model(case)
     config = our_config(reference.config, type(reference).__name__)
     model = MODELS.resolve(config.architecture)(config, dtype=dtype, device="cpu")
     assert isinstance(model, Transformer)
     model.load(StateDictSource(reference.state_dict()))
+    if backend == "cpu":
+        model.pack()
     return model
 
 
@@ -150,6 +154,7 @@ class Runner:
 
     model: Transformer
     page_size: int
+    backend: str = "reference"
     num_pages: int = 160
     page_ids: dict[int, list[int]] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
@@ -165,7 +170,7 @@ class Runner:
             dtype=str(dtype).removeprefix("torch."),
         )
         self.pool = KVPool(layout, self.num_pages, torch.device("cpu"), dtype)
-        self.attention = ReferenceAttention(self.pool)
+        self.attention = create_attention(self.backend, self.pool)
         self.free = torch.randperm(self.num_pages).tolist()
 
     def step(self, rows: dict[int, Sequence[int]]) -> dict[int, torch.Tensor]:
@@ -220,6 +225,17 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+backends = pytest.mark.parametrize(
+    "backend",
+    [
+        "reference",
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(kernels() is None, reason="no C++ compiler: there are no kernels")
+        ),
+    ],
+)
+
+
 @pytest.fixture(autouse=True)
 def _no_grad():
     with torch.inference_mode():
@@ -242,10 +258,11 @@ def test_chunks(case: str, chunks: tuple[int, ...]) -> None:
     assert_same(torch.cat(parts), expected_logits(case, 70))
 
 
+@backends
 @pytest.mark.parametrize("case", CASES)
-def test_mixed_batches_of_chunks_and_decodes(case: str) -> None:
+def test_mixed_batches_of_chunks_and_decodes(case: str, backend: str) -> None:
     """Five sequences of different lengths, each with its own rhythm of chunks, all in the same steps."""
-    runner = Runner(our_model(case), page_size=4)
+    runner = Runner(our_model(case, backend=backend), page_size=4, backend=backend)
     lengths = {row: 12 + 14 * row for row in range(5)}
     tokens = {row: prompt(length, seed=row) for row, length in lengths.items()}
     rhythms = {row: itertools.cycle(rhythm) for row, rhythm in enumerate([(1,), (5, 1, 1), (17, 1), (1, 2), (40, 1)])}
@@ -268,15 +285,17 @@ def test_prompt_longer_than_a_query_block(case: str) -> None:
     assert_same(torch.cat(parts), expected_logits(case, 400))
 
 
+@backends
 @pytest.mark.parametrize("case", CASES)
-def test_bfloat16_is_as_close_as_transformers_is_to_itself(case: str) -> None:
+def test_bfloat16_is_as_close_as_transformers_is_to_itself(case: str, backend: str) -> None:
     """Our distance from float32 is at most 1.25 times that of transformers in bfloat16, and the two are close."""
     exact = expected_logits(case, 70)
     # A copy, as bfloat16: the cached model stays float32.
     theirs_model = type(reference_model(case))(reference_model(case).config)
     theirs_model.load_state_dict(reference_model(case).state_dict())
     theirs = theirs_model.eval().bfloat16()(torch.tensor([prompt(70)])).logits[0].float()
-    ours = Runner(our_model(case, torch.bfloat16), page_size=16).step({0: prompt(70)})[0]
+    model = our_model(case, torch.bfloat16, backend)
+    ours = Runner(model, page_size=16, backend=backend).step({0: prompt(70)})[0]
     their_error, our_error = (theirs - exact).square().mean().sqrt(), (ours - exact).square().mean().sqrt()
     assert our_error <= 1.25 * their_error
     assert (ours - theirs).square().mean().sqrt() <= 1.25 * their_error

@@ -23,3 +23,10 @@ def test_an_empty_api_key_is_none(monkeypatch):
     assert env.api_key() is None
     monkeypatch.setenv("DIPTYCH_API_KEY", "secret")
     assert env.api_key() == "secret"
+
+
+def test_an_empty_cluster_key_is_none(monkeypatch):
+    monkeypatch.setenv("DIPTYCH_CLUSTER_KEY", "")
+    assert env.cluster_key() is None
+    monkeypatch.setenv("DIPTYCH_CLUSTER_KEY", "secret")
+    assert env.cluster_key() == "secret"

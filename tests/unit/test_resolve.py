@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from diptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
 from diptych.errors import ConfigError
 from diptych.resolve import parse_size, resolve, validate
 
@@ -66,6 +66,15 @@ def test_the_defaults_are_valid():
         (SchedulerConfig(max_inflight_steps=0), "max_inflight_steps must be at least 1"),
         (SchedulerConfig(max_queued_requests=0), "max_queued_requests must be at least 1"),
         (SchedulerConfig(request_timeout=0.0), "request_timeout must be above 0 seconds"),
+        (TransferConfig(role="both"), "Invalid enum value 'both'"),
+        (TransferConfig(peer_port=-1), "peer_port must be from 0 to 65535, got -1"),
+        (TransferConfig(disaggregation_bootstrap_port=70000), "disaggregation_bootstrap_port must be from 0 to 65535"),
+        (TransferConfig(max_rooms=0), "max_rooms must be at least 1"),
+        (TransferConfig(room_timeout=0.0), "room_timeout must be above 0 seconds"),
+        (TransferConfig(transfer_timeout=float("nan")), "transfer_timeout must be above 0 seconds"),
+        (TransferConfig(heartbeat_timeout=0.5), "heartbeat_timeout must be at least twice heartbeat_interval"),
+        (TransferConfig(cluster_key=""), "cluster_key must not be empty"),
+        (TransferConfig(peer_host="10.0.0.1"), "others can reach: set --cluster-key"),
         (ServerConfig(port=65536), "port must be from 0 to 65535, got 65536"),
         (ServerConfig(host=""), "host must be an address"),
         (ServerConfig(api_key=""), "api_key must not be empty"),
@@ -74,8 +83,8 @@ def test_the_defaults_are_valid():
     ],
 )
 def test_what_cannot_be_served_is_named(section, message):
-    name = {ModelConfig: "model", CacheConfig: "cache", SchedulerConfig: "scheduler", ServerConfig: "server"}
-    config = replace(EngineConfig(), **{name[type(section)]: section})
+    name = type(section).__name__.removesuffix("Config").lower()
+    config = replace(EngineConfig(), **{name: section})
     with pytest.raises(ConfigError, match=message):
         validate(config)
 
@@ -145,6 +154,14 @@ def test_api_key_comes_from_the_environment_unless_given(model_folder, monkeypat
     assert resolve(config).server.api_key == "from-environment"
     given = replace(config, server=ServerConfig(api_key="given"))
     assert resolve(given).server.api_key == "given"
+
+
+def test_cluster_key_comes_from_the_environment_unless_given(model_folder, monkeypatch):
+    monkeypatch.setenv("DIPTYCH_CLUSTER_KEY", "from-environment")
+    config = replace(config_for(model_folder), transfer=TransferConfig(peer_host="10.0.0.1"))
+    assert resolve(config).transfer.cluster_key == "from-environment"
+    given = replace(config, transfer=TransferConfig(cluster_key="given"))
+    assert resolve(given).transfer.cluster_key == "given"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated
 
 import psutil
 import tyro
@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from diptych import __version__, env
+from diptych.cli.finding import Finding
 from diptych.cli.flags import parse_flags
 from diptych.config import EngineConfig
 from diptych.demo import DEMO_PACKAGE
@@ -54,29 +55,22 @@ _NIXL_PACKAGES = ("nixl", "nixl-cu12", "nixl-cu13")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. mark: "ok"; "warn" for what limits Diptych here; "info" for what is merely absent."""
-
-    section: str
-    name: str
-    value: str
-    mark: Literal["ok", "warn", "info"] = "ok"
-    note: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DoctorFlags:
     """Flags of the doctor."""
 
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the findings as JSON instead of a table."""
+    peer: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None
+    """Examine a prefill engine instead of this machine: the address of its registry (its bootstrap port)."""
+    model_path: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None
+    """With --peer: a local model to compare with what the peer serves."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print every finding. The exit status is 0 whatever they are: a report is not a verdict."""
+    """Print every finding. The exit status is 0 whatever they are: a report is not a verdict. Raises: ConfigError."""
     flags = parse_flags(DoctorFlags, arguments, prog="diptych doctor", description=DESCRIPTION)
-    findings = examine()
+    findings = examine() if flags.peer is None else _examine_peer(flags.peer, flags.model_path)
     if flags.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -88,6 +82,13 @@ def examine() -> list[Finding]:
     """Every finding, in the order of the report."""
     torch = _import_if_there("torch")
     return [*_versions(), *_cpu(), *_memory(), *_gpus(torch), *_nixl(), *_choices(torch)]
+
+
+def _examine_peer(peer: str, model_path: str | None) -> list[Finding]:
+    # Imported only now: the report on this machine must not need the server's packages.
+    from diptych.cli.doctor_peer import examine_peer
+
+    return examine_peer(peer, model_path)
 
 
 def _versions() -> list[Finding]:

@@ -35,6 +35,24 @@ def _serve(arguments: Sequence[str]) -> int:
     return serve.run(arguments)
 
 
+def _pd(arguments: Sequence[str]) -> int:
+    from diptych.cli import pd
+
+    return pd.run(arguments)
+
+
+def _route(arguments: Sequence[str]) -> int:
+    from diptych.cli import route
+
+    return route.run(arguments)
+
+
+def _top(arguments: Sequence[str]) -> int:
+    from diptych.cli import top
+
+    return top.run(arguments)
+
+
 def _doctor(arguments: Sequence[str]) -> int:
     from diptych.cli import doctor
 
@@ -50,6 +68,9 @@ def _bench(arguments: Sequence[str]) -> int:
 # Every command is registered here, and nowhere else.
 COMMANDS = (
     Command("serve", "serve a model over HTTP (OpenAI-compatible)", _serve),
+    Command("pd", "serve a model with prefill and decode apart, on this machine", _pd),
+    Command("route", "route requests to prefill, decode or unified engines", _route),
+    Command("top", "show engines live: requests, queues, KV pool, transfers", _top),
     Command("bench", "measure an engine or a running server", _bench),
     Command("doctor", "what is installed here, what would be used, and why", _doctor),
 )
@@ -58,8 +79,13 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's) name; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(lambda: _dispatch(given))
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """Exit status of `work`, or of what it raises; one of our errors is one line on standard error."""
     try:
-        return _dispatch(given)
+        return work()
     except ConfigError as error:
         print(f"diptych: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_USAGE

@@ -11,6 +11,8 @@ from typing import Generic, TypeVar
 import msgspec
 import zmq
 
+from diptych.errors import DiptychError
+
 logger = logging.getLogger(__name__)
 
 Outgoing = TypeVar("Outgoing")
@@ -35,7 +37,7 @@ class Codec(Generic[Outgoing, Incoming]):
         """The message, or None for a frame that is not one of ours (dropped and counted)."""
         try:
             return self._decoder.decode(frame)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError, DiptychError) as error:
             self.num_dropped += 1
             logger.warning("dropped a frame of %d bytes that is no message: %s", len(frame), error)
             return None

@@ -42,8 +42,25 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 ToEngine = AddRequest | AbortRequests | FlushCache | GetLoad | Drain
 
 
+class PeerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """How peers reach an engine. address: "ip:port" of its control socket. instance_id: new at every start."""
+
+    role: str
+    instance_id: str
+    address: str
+    tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+    fingerprint: str = ""
+    protocol_version: int = 1
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine serves; sent once, when it is ready."""
+    """What an engine serves; sent once, when it is ready.
+
+    num_layers, num_kv_heads, head_dim: of the KV pool, whose first page is at `kv_address` of the engine's process.
+    fingerprint: of the weights. peer: set where prefill and decode may be apart.
+    """
 
     model_path: str
     architecture: str
@@ -58,11 +75,37 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     attention_backend: str
     load_s: float
+    num_layers: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    kv_address: int = 0
+    fingerprint: str = ""
+    peer: PeerFacts | None = None
 
     @property
     def num_kv_tokens(self) -> int:
         """Tokens whose KV fits the pool."""
         return self.num_pages * self.page_size
+
+
+class TransferLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The hinge's part of a load: rooms and peers of now, totals since start. transfer_s_total: sum over writes."""
+
+    num_outgoing_rooms: int = 0
+    num_outgoing_waiting: int = 0
+    num_incoming_rooms: int = 0
+    num_quarantined_pages: int = 0
+    num_free_rooms: int = 0
+    num_peers: int = 0
+    num_lost_peers: int = 0
+    transport: str = "unknown"
+    writes_total: int = 0
+    bytes_sent_total: int = 0
+    descriptors_total: int = 0
+    transfer_s_total: float = 0.0
+    rooms_done_total: int = 0
+    failures_total: dict[str, int] = {}
+    foreign_frames_total: int = 0
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +118,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_free_pages: int = 0
     num_cached_pages: int = 0
     num_owned_pages: int = 0
+    num_quarantined_pages: int = 0
     page_size: int = 0
     num_slots: int = 0
     num_free_slots: int = 0
@@ -87,6 +131,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     retractions_total: int = 0
     host_s_total: float = 0.0
     compute_s_total: float = 0.0
+    transfer: TransferLoad | None = None
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

@@ -103,11 +103,30 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
+class HandTo(msgspec.Struct, tag=True, frozen=True):
+    """This engine computes the prompt, and whoever meets it in `room` decodes."""
+
+    room: int
+
+
+class TakeFrom(msgspec.Struct, tag=True, frozen=True):
+    """The engine at `address` ("ip:port" of its rank) computes the prompt, and this one decodes.
+
+    instance_id: of that engine, as its registry tells. room: where both are told to meet; None: this engine makes one
+    and sends the prompt along.
+    """
+
+    address: str
+    instance_id: str
+    room: int | None = None
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. The server has tokenized it, resolved max_tokens and drawn the seed.
 
     cache_key: prompts share cached pages only under the same key (adapter name, cache salt).
-    priority: higher runs first. deadline: `time.time()` after which it is answered with DeadlineExceeded.
+    priority: higher runs first. deadline: `time.time()` after which it is answered with DeadlineExceeded. handoff: the
+    other engine that takes part, None if this one does it all.
     """
 
     request_id: str
@@ -117,3 +136,4 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     arrival_time: float = 0.0
     deadline: float | None = None
+    handoff: HandTo | TakeFrom | None = None

@@ -7,8 +7,9 @@ known minus tokens computed". Owned by the scheduler, on the engine's thread.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from diptych.core.batch import TokenLogprobs
 from diptych.core.request import Request
 from diptych.errors import InvariantError
 
@@ -60,6 +61,7 @@ class Sequence:
     arrival_order: int = 0
     is_answered: bool = False
     queue_s: float | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -34,10 +35,14 @@ from diptych.core.messages import (
     Stopped,
     ToEngine,
 )
+from diptych.core.request import Request
 from diptych.engine.executor import Executor
-from diptych.engine.roles import create_scheduler
-from diptych.errors import DiptychError, Unavailable, WorkerError
+from diptych.engine.roles import create_peering, create_scheduler
+from diptych.errors import ConfigError, DiptychError, InvariantError, Unavailable, Unsupported
 from diptych.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from diptych.engine.peering import Peering
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +76,7 @@ class EngineCore:
         self._poller.register(executor.wake_fd, zmq.POLLIN)
         self._clockwork = Clockwork()
         self._drain_deadline: float | None = None
+        self._peering: Peering | None = None
 
     def run(self) -> int:
         """Load, serve, end. Returns the process's exit status: 0 after a drain, 1 after an error (already reported)."""
@@ -81,11 +87,14 @@ class EngineCore:
                 self._serve(info)
             self._channel.send(Stopped())
             return 0
-        except DiptychError as error:
-            logger.error("the engine stops: %s", error, exc_info=isinstance(error, WorkerError))
-            self._channel.send(Fatal(str(error), type(error).__name__))
+        except Exception as error:
+            fatal = _as_fatal(error)
+            logger.error("the engine stops: %s", fatal, exc_info=not isinstance(fatal, ConfigError))
+            self._channel.send(Fatal(str(fatal), type(fatal).__name__))
             return 1
         finally:
+            if self._peering is not None:
+                self._peering.close()
             self._executor.shutdown()
             self._channel.close()
 
@@ -113,35 +122,47 @@ class EngineCore:
             self._channel.send(Reply(message.call_id, False, "the engine is still loading"))
 
     def _serve(self, info: EngineInfo) -> None:
-        scheduler = create_scheduler(self._config.scheduler, info, prefix_caching=self._config.cache.prefix_caching)
+        self._peering = create_peering(self._config.transfer, info)
+        if self._peering is not None:
+            info = msgspec.structs.replace(info, peer=self._peering.facts)
+            for fd in self._peering.wake_fds:
+                self._poller.register(fd, zmq.POLLIN)
+        scheduler = create_scheduler(self._config, info, self._peering)
         self._channel.send(Ready(info))
         try:
             while not self._has_drained(scheduler):
                 self._turn(scheduler)
-        except DiptychError as error:
+        except Exception as error:
+            fatal = _as_fatal(error)
             for request_id in scheduler.open_requests():
-                scheduler.fail(request_id, error)
-            self._send_answers(scheduler)
-            raise
+                self._channel.send(RequestFailed.of(request_id, fatal))
+            raise fatal from error
 
     def _turn(self, scheduler: Scheduler) -> None:
         """One round: take messages and finished steps, plan and submit what can run, answer, then wait for news."""
         started = time.perf_counter()
         for message in self._channel.receive_all():
             self._obey(scheduler, message)
+        if self._peering is not None:
+            self._peering.turn(scheduler, is_draining=self._drain_deadline is not None)
         if (output := self._executor.poll()) is not None:
             scheduler.apply(output)
             self._clockwork.compute_s += output.compute_s
             if self._config.scheduler.check_invariants:
-                scheduler.check()
+                self._check(scheduler)
         if (batch := scheduler.plan()) is not None:
             self._executor.submit(batch)
         self._send_answers(scheduler)
         self._clockwork.host_s += time.perf_counter() - started
         if batch is None and output is None:
             if scheduler.is_idle:
-                scheduler.check()
+                self._check(scheduler)
             self._poller.poll(IDLE_WAIT_MS)
+
+    def _check(self, scheduler: Scheduler) -> None:
+        scheduler.check()
+        if self._peering is not None:
+            self._peering.hinge.check()
 
     def _obey(self, scheduler: Scheduler, message: ToEngine) -> None:
         match message:
@@ -149,7 +170,7 @@ class EngineCore:
                 try:
                     if self._drain_deadline is not None:
                         raise Unavailable("the engine is shutting down; send the request elsewhere")
-                    scheduler.add(request)
+                    self._add(scheduler, request)
                 except DiptychError as error:
                     self._channel.send(RequestFailed.of(request.request_id, error))
             case AbortRequests(request_ids=request_ids):
@@ -163,6 +184,18 @@ class EngineCore:
                 self._channel.send(Reply(call_id, True, load=self._measure_load(scheduler)))
             case Drain(timeout_s=timeout_s):
                 self._drain_deadline = time.monotonic() + timeout_s
+                if self._peering is not None:
+                    self._peering.hinge.leave(timeout_s)
+
+    def _add(self, scheduler: Scheduler, request: Request) -> None:
+        if self._peering is not None:
+            self._peering.add(request, scheduler)
+        elif request.handoff is None:
+            scheduler.add(request)
+        else:
+            raise Unsupported(
+                "this engine has no peers; start it with --role prefill or --role decode", "bootstrap_host"
+            )
 
     def _send_answers(self, scheduler: Scheduler) -> None:
         answers = scheduler.take_answers()
@@ -186,8 +219,10 @@ class EngineCore:
 
     def _measure_load(self, scheduler: Scheduler) -> EngineLoad:
         clockwork = self._clockwork
+        load = scheduler.load()
         return msgspec.structs.replace(
-            scheduler.load(),
+            load,
+            transfer=None if self._peering is None else self._peering.load(load.num_quarantined_pages),
             generation_tokens_per_s=clockwork.tokens_per_s,
             host_s_total=clockwork.host_s,
             compute_s_total=clockwork.compute_s,
@@ -197,10 +232,15 @@ class EngineCore:
         """Whether a drain was asked for and nothing is left; past its deadline, what is left is aborted."""
         if self._drain_deadline is None:
             return False
-        if scheduler.is_idle:
+        if scheduler.is_idle and (self._peering is None or self._peering.hinge.sender.is_idle):
             return True
         if time.monotonic() >= self._drain_deadline:
             for request_id in scheduler.open_requests():
                 scheduler.abort(request_id)
             self._send_answers(scheduler)
         return False
+
+
+def _as_fatal(error: Exception) -> DiptychError:
+    """What ends the engine, in our terms: whatever we did not foresee is a bug of ours."""
+    return error if isinstance(error, DiptychError) else InvariantError(f"{type(error).__name__}: {error}")

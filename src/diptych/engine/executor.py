@@ -96,8 +96,9 @@ class InProcessExecutor:
         return news
 
     def _put(self, news: Loading | EngineInfo | StepOutput | Exception) -> None:
-        self._news.put(news)
+        # The byte first: whoever finds the news finds its byte, too.
         os.write(self._wake_write, b"\0")
+        self._news.put(news)
 
     def _work(self) -> None:
         """The worker's thread: load, then one batch after the other until told to end."""

@@ -2,30 +2,86 @@
 
 from __future__ import annotations
 
-from diptych.config import SchedulerConfig
+from typing import TYPE_CHECKING, Literal
+
+from diptych.config import EngineConfig, TransferConfig
 from diptych.core.messages import EngineInfo
+from diptych.core.request import HandTo
+from diptych.errors import RequestError
 from diptych.kv.cache import KVCache
 from diptych.scheduler.adapters import LocalPrefill, NoSink
 from diptych.scheduler.scheduler import Scheduler
 from diptych.scheduler.step import SchedulerLimits
+from diptych.transfer.rooms import Rendezvous
+
+if TYPE_CHECKING:
+    from diptych.engine.peering import Peering
+
+Role = Literal["unified", "prefill", "decode"]
 
 DEFAULT_INFLIGHT_STEPS = 2
 DEFAULT_TOKEN_BUDGET = {"cpu": 1024, "cuda": 8192}
 
 
-def create_scheduler(config: SchedulerConfig, info: EngineInfo, *, prefix_caching: bool) -> Scheduler:
-    """A scheduler for one engine that prefills and decodes its own requests (unified)."""
+def create_scheduler(config: EngineConfig, info: EngineInfo, peering: Peering | None) -> Scheduler:
+    """A scheduler for one engine. With peers, any request may be computed or decoded by another engine; without, none
+    is.
+    """
+    scheduler = config.scheduler
     device = info.device.split(":")[0]
     limits = SchedulerLimits(
         max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET[device],
-        max_inflight_steps=config.max_inflight_steps or DEFAULT_INFLIGHT_STEPS,
-        max_queued_requests=config.max_queued_requests,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET[device],
+        max_inflight_steps=scheduler.max_inflight_steps or DEFAULT_INFLIGHT_STEPS,
+        max_queued_requests=scheduler.max_queued_requests,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
-        policy=config.schedule_policy,
-        request_timeout=config.request_timeout,
+        policy=scheduler.schedule_policy,
+        request_timeout=scheduler.request_timeout,
     )
-    cache = KVCache(info.num_pages, info.page_size, prefix_caching=prefix_caching)
-    return Scheduler(limits, cache, source=LocalPrefill(), sink=NoSink())
+    cache = KVCache(info.num_pages, info.page_size, prefix_caching=config.cache.prefix_caching)
+    if peering is None:
+        return Scheduler(limits, cache, source=LocalPrefill(), sink=NoSink())
+    return Scheduler(limits, cache, source=peering.hinge.receiver, sink=peering.hinge.sender)
+
+
+def create_peering(config: TransferConfig, info: EngineInfo) -> Peering | None:
+    """What joins the engine to its peers, if its role names any."""
+    if config.role == "unified":
+        return None
+    # Imported here: an engine without peers needs neither NIXL nor its threads.
+    from diptych.engine.peering import Peering
+
+    return Peering(config, info, config.role)
+
+
+def initial_role(config: TransferConfig) -> Role:
+    """What an engine advertises from its start."""
+    return config.role
+
+
+def disaggregation_mode(role: Role) -> str:
+    """The role under the name that SGLang's clients and routers know."""
+    return "null" if role == "unified" else role
+
+
+def has_registry(role: Role) -> bool:
+    """Whether decode engines look for an engine of this role."""
+    return role == "prefill"
+
+
+def hand_to(role: Role, rendezvous: Rendezvous) -> HandTo | None:
+    """What an engine of this role does for a request that names a rendezvous: compute the prompt and hand it over, or
+    (None) decode what the engine at the rendezvous computes.
+
+    Raises RequestError naming bootstrap_room if there is nobody to hand it to.
+    """
+    if role != "prefill":
+        return None
+    if rendezvous.room is None:
+        raise RequestError(
+            "a prefill engine needs a bootstrap_room to hand the prompt over; without one, ask a decode engine",
+            param="bootstrap_room",
+        )
+    return HandTo(rendezvous.room)

@@ -1,7 +1,8 @@
 """A worker without weights: a toy model over real pages, for tests of scheduling and transfer.
 
-Its KV is the token id itself, written to the page that the batch names. A token is sampled from a hash of what the
-pages hold, so a page lost, shared wrongly, reused too early or never written changes the output. Never imports torch.
+Its keys are token ids and its values positions, written to the page that the batch names. A token is sampled from a
+hash of what the pages hold, so a page lost, shared wrongly, reused too early or never written changes the output. Never
+imports torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import os
 import zlib
 from array import array
 from collections import deque
+
+import msgspec
+import numpy as np
 
 from diptych.core.batch import Admission, Batch, RowOutput, SequenceStep, StepOutput
 from diptych.core.messages import EngineInfo, Loading
@@ -50,12 +54,14 @@ class ToySlot:
 
 
 class ToyWorker:
-    """Runs batches over `num_pages` pages of `page_size` token ids."""
+    """Runs batches over `num_pages` pages. memory: int32 [num_pages, K and V, page_size], a page-major pool of one
+    layer.
+    """
 
     def __init__(self, num_pages: int, page_size: int, *, vocab_size: int) -> None:
         self.page_size = page_size
         self.vocab_size = vocab_size
-        self.memory = [-1] * (num_pages * page_size)
+        self.memory = np.full((num_pages, 2, page_size), -1, dtype=np.int32)
         self.num_computed_tokens = 0
         self._slots: dict[int, ToySlot] = {}
 
@@ -74,21 +80,28 @@ class ToyWorker:
             self._write(step)
         return StepOutput(batch.step_id, [self._read(step) for step in batch.steps], 0.0)
 
-    def _address(self, slot: ToySlot, position: int) -> int:
-        return slot.pages[position // self.page_size] * self.page_size + position % self.page_size
+    def store(self, pages: list[int], start: int, token_ids: list[int]) -> None:
+        """Write the KV of these tokens, at positions from `start` on."""
+        for position, token_id in enumerate(token_ids, start):
+            page, offset = pages[position // self.page_size], position % self.page_size
+            self.memory[page, :, offset] = token_id, position
+
+    def load(self, pages: list[int], num_tokens: int) -> list[int]:
+        """Read the tokens back; -1 where the page holds another position, so that the output goes wrong."""
+        keys, values = self.memory[pages].transpose(1, 0, 2).reshape(2, -1)[:, :num_tokens]
+        seen: list[int] = np.where(values == np.arange(num_tokens), keys, -1).tolist()
+        return seen
 
     def _write(self, step: SequenceStep) -> None:
         slot = self._slots[step.slot]
         self.num_computed_tokens += step.num_tokens
-        for position in range(step.start, step.start + step.num_tokens):
-            self.memory[self._address(slot, position)] = slot.token_ids[position]
+        self.store(slot.pages, step.start, slot.token_ids[step.start : step.start + step.num_tokens])
 
     def _read(self, step: SequenceStep) -> RowOutput:
         slot = self._slots[step.slot]
         if slot.has_ended or not step.samples:
             return RowOutput([])
-        seen = [self.memory[self._address(slot, position)] for position in range(step.start + step.num_tokens)]
-        token_id = next_token(seen, self.vocab_size)
+        token_id = next_token(self.load(slot.pages, step.start + step.num_tokens), self.vocab_size)
         slot.token_ids.append(token_id)
         num_output_tokens = len(slot.token_ids) - slot.num_prompt_tokens
         slot.has_ended = len(slot.token_ids) >= slot.max_len or (
@@ -102,13 +115,18 @@ class ToyExecutor:
 
     def __init__(self, info: EngineInfo) -> None:
         self.worker = ToyWorker(info.num_pages, info.page_size, vocab_size=info.vocab_size)
-        self._info: EngineInfo | None = info
+        self._info: EngineInfo | None = msgspec.structs.replace(info, kv_address=self.worker.memory.ctypes.data)
         self._batches: deque[Batch] = deque()
         self._wake_read, self._wake_write = os.pipe()
 
     @property
     def wake_fd(self) -> int:
         return self._wake_read
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a batch waits to be run."""
+        return bool(self._batches)
 
     def start(self) -> None:
         """Nothing to load."""

@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diptych.kernels.linear import Activation, PackedLinear, can_pack
 from diptych.layers.parameter import fill, new_parameter
 from diptych.layers.weights import WeightSource
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`: [T, I] to [T, O]. Weight [O, I]."""
+    """`x @ weight.T + bias`: [T, I] to [T, O]. Weight [O, I], until it is packed."""
+
+    packed: PackedLinear | None = None
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype, device: torch.device | str
@@ -24,7 +27,13 @@ class Linear(nn.Module):
         self.bias = new_parameter((out_features,), dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
+
+    def pack(self, *, gated: Activation | None = None) -> None:
+        """Reorder the weight for the CPU kernel, if there is one for it; with `gated`, the kernel also applies that."""
+        if self.packed is None and can_pack(self.weight):
+            self.packed = PackedLinear(self.weight.data, None if self.bias is None else self.bias.data, gated=gated)
+            self.weight = nn.Parameter(self.packed.weight, requires_grad=False)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read `{prefix}.weight` and, with a bias, `{prefix}.bias`."""

@@ -27,15 +27,22 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.intermediate_size = intermediate_size
-        self.is_gelu = activation == "gelu_tanh"
+        self.activation: Literal["silu", "gelu_tanh"] = activation
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up = MergedLinear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
         self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate_up.packed is not None:
+            return self.down(self.gate_up(x))
         gate, up = self.gate_up(x).split(self.intermediate_size, dim=-1)
-        activated = F.gelu(gate, approximate="tanh") if self.is_gelu else F.silu(gate)
+        activated = F.gelu(gate, approximate="tanh") if self.activation == "gelu_tanh" else F.silu(gate)
         return self.down(activated.mul_(up))
+
+    def pack(self) -> None:
+        """Pack both GEMMs; the first then applies the activation as well."""
+        self.gate_up.pack(gated=self.activation)
+        self.down.pack()
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read `{prefix}.gate_proj`, `.up_proj` and `.down_proj`."""

@@ -1,4 +1,5 @@
-"""RMS normalisation of hidden states and of attention heads (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
+"""RMS normalisation of hidden states and of attention heads (Zhang and Sennrich 2019,
+https://arxiv.org/abs/1910.07467).
 
 Owns the norms' weights. Two orders of rounding exist, and a model in bfloat16 must keep the one it was trained with:
 Llama rounds the normalised value to the dtype and then multiplies by the weight; Gemma multiplies by (1 + weight) in
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from diptych.kernels.norm import FusedNorm, can_normalize
 from diptych.layers.parameter import fill, new_parameter, read_checked
 from diptych.layers.weights import WeightSource
 
@@ -32,10 +34,12 @@ def rms_normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 
 class RMSNorm(nn.Module):
-    """Normalises [..., D] over its last dimension.
+    """Normalises [T, D] over its last dimension, alone or together with the residual stream.
 
     Args: unit_offset: Gemma's form, where the checkpoint holds the weight minus one; 1 + weight is kept in float32.
     """
+
+    fused: FusedNorm | None = None
 
     def __init__(
         self,
@@ -48,11 +52,25 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.dtype = dtype
         self.unit_offset = unit_offset
         self.weight = new_parameter((size,), dtype=torch.float32 if unit_offset else dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_normalize(x, self.weight, self.eps)
+        return rms_normalize(x, self.weight, self.eps) if self.fused is None else self.fused(x)
+
+    def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`hidden += norm(x)` in place: the residual step of a block whose output is normalised."""
+        return hidden.add_(self(x)) if self.fused is None else self.fused.add_to(hidden, x)
+
+    def after_adding(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`hidden += x` in place, then norm(hidden): from one block to the next where its input is normalised."""
+        return self(hidden.add_(x)) if self.fused is None else self.fused.after_adding(hidden, x)
+
+    def pack(self) -> None:
+        """Use the CPU kernel, if there is one."""
+        if self.fused is None and can_normalize(self.weight):
+            self.fused = FusedNorm(self.weight.data, self.eps, dtype=self.dtype)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read `{prefix}.weight`."""

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 from diptych.errors import ConfigError
+from diptych.kernels.memory import empty_weight
 from diptych.layers.weights import WeightSource
 
 
 def new_parameter(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
     """An uninitialised weight that takes no gradient."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    on_cpu = torch.device(device).type == "cpu"
+    memory = empty_weight(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
+    return nn.Parameter(memory, requires_grad=False)
 
 
 def read_checked(source: WeightSource, name: str, expected: tuple[int, ...]) -> torch.Tensor:

@@ -9,10 +9,18 @@ from __future__ import annotations
 import torch
 
 from diptych.attention.backend import AttentionBackend, AttentionInputs
+from diptych.kernels.decoder_layer import LayerParts
 from diptych.layers.norm import RMSNorm
 from diptych.layers.rotary import Rotation
 from diptych.models.config import TransformerConfig
-from diptych.models.transformer import DecoderLayer, SelfAttention, Transformer, gated_mlp, query_key_norm
+from diptych.models.transformer import (
+    DecoderLayer,
+    SelfAttention,
+    Transformer,
+    gated_mlp,
+    layer_parts,
+    query_key_norm,
+)
 
 
 class Gemma3Layer(DecoderLayer):
@@ -38,9 +46,19 @@ class Gemma3Layer(DecoderLayer):
         self, hidden: torch.Tensor, rotation: Rotation, inputs: AttentionInputs, attention: AttentionBackend
     ) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(hidden), rotation, inputs, attention)
-        hidden.add_(self.post_attention_layernorm(attended))
+        self.post_attention_layernorm.add_to(hidden, attended)
         fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
-        return hidden.add_(self.post_feedforward_layernorm(fed_forward))
+        return self.post_feedforward_layernorm.add_to(hidden, fed_forward)
+
+    def parts(self) -> LayerParts | None:
+        return layer_parts(
+            self.self_attn,
+            self.mlp,
+            input_norm=self.input_layernorm,
+            post_attention_norm=self.post_attention_layernorm,
+            mlp_norm=self.pre_feedforward_layernorm,
+            post_mlp_norm=self.post_feedforward_layernorm,
+        )
 
 
 class Gemma3Model(Transformer):

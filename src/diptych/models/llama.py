@@ -10,10 +10,18 @@ from typing import ClassVar
 import torch
 
 from diptych.attention.backend import AttentionBackend, AttentionInputs
+from diptych.kernels.decoder_layer import LayerParts
 from diptych.layers.norm import RMSNorm
 from diptych.layers.rotary import Rotation
 from diptych.models.config import TransformerConfig
-from diptych.models.transformer import DecoderLayer, SelfAttention, Transformer, gated_mlp, query_key_norm
+from diptych.models.transformer import (
+    DecoderLayer,
+    SelfAttention,
+    Transformer,
+    gated_mlp,
+    layer_parts,
+    query_key_norm,
+)
 
 
 class LlamaLayer(DecoderLayer):
@@ -35,8 +43,13 @@ class LlamaLayer(DecoderLayer):
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, inputs: AttentionInputs, attention: AttentionBackend
     ) -> torch.Tensor:
-        hidden.add_(self.self_attn(self.input_layernorm(hidden), rotation, inputs, attention))
-        return hidden.add_(self.mlp(self.post_attention_layernorm(hidden)))
+        attended = self.self_attn(self.input_layernorm(hidden), rotation, inputs, attention)
+        return hidden.add_(self.mlp(self.post_attention_layernorm.after_adding(hidden, attended)))
+
+    def parts(self) -> LayerParts | None:
+        return layer_parts(
+            self.self_attn, self.mlp, input_norm=self.input_layernorm, mlp_norm=self.post_attention_layernorm
+        )
 
 
 class LlamaModel(Transformer):

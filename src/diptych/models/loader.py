@@ -55,6 +55,7 @@ def load_model(
         with torch.inference_mode(False), torch.no_grad():
             model = model_class(spec.config, dtype=dtype, device=device)
             model.load(_CountingSource(source, total=len(names), progress=progress))
+            model.pack()
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
         raise ConfigError(
             f"the weights of {spec.path} did not load to {device} as {dtype}: {error}. If memory ran out, use a "

@@ -10,12 +10,15 @@ T = tokens in the step, R = rows whose logits are wanted, H = query heads, G = K
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
 
 from diptych.attention.backend import AttentionBackend, AttentionInputs, AttentionSpec, ForwardInputs
+from diptych.attention.cpu import CPUAttention
+from diptych.kernels.decoder_layer import FusedLayer, LayerParts
+from diptych.kernels.norm import FusedHeads, can_normalize
 from diptych.layers.embedding import Embedding
 from diptych.layers.linear import Linear, MergedLinear
 from diptych.layers.logits import LogitsHead
@@ -57,6 +60,8 @@ class SelfAttention(nn.Module):
     Args: head_norm: normalises query and key heads before they are rotated; None where the architecture does not.
     """
 
+    fused_heads: FusedHeads | None = None
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -68,8 +73,8 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.query_key = (config.num_heads, config.num_kv_heads)
-        self.query_key_value = (config.num_heads + config.num_kv_heads, config.num_kv_heads)
+        self.num_heads = config.num_heads
+        self.query_key_value = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.spec = _attention_spec(config, layer)
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -82,11 +87,38 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, rotation: Rotation, inputs: AttentionInputs, attention: AttentionBackend
     ) -> torch.Tensor:
-        query_key, value = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.query_key_value, dim=1)
+        projected = self.qkv(x)
+        heads = projected.unflatten(-1, (-1, self.head_dim))
+        if self.fused_heads is not None:
+            self.fused_heads(projected, *rotation)
+            query, key, value = heads.split(self.query_key_value, dim=1)
+        else:
+            query, key, value = self._normed_and_rotated(heads, rotation)
+        return self.o_proj(attention.forward(query, key, value, inputs, self.spec).flatten(1))
+
+    def _normed_and_rotated(
+        self, heads: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value; the first two as attention wants them."""
+        num_heads, num_kv_heads, _ = self.query_key_value
+        query_key, value = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         if self.head_norm is not None:
             query_key = self.head_norm(query_key)
-        query, key = rotate(query_key, rotation).split(self.query_key, dim=1)
-        return self.o_proj(attention.forward(query, key, value, inputs, self.spec).flatten(1))
+        query, key = rotate(query_key, rotation).split((num_heads, num_kv_heads), dim=1)
+        return query, key, value
+
+    def pack(self) -> None:
+        """Use the CPU kernel for what happens to heads before attention, if there is one."""
+        if self.fused_heads is not None or not can_normalize(self.qkv.weight):
+            return
+        num_heads, num_kv_heads, _ = self.query_key_value
+        self.fused_heads = FusedHeads(
+            num_heads + num_kv_heads,
+            self.head_dim,
+            weight=None if self.head_norm is None else self.head_norm.weight.data,
+            eps=0.0 if self.head_norm is None else self.head_norm.eps,
+            dtype=self.qkv.weight.dtype,
+        )
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read the projections and, where there are any, the head norms."""
@@ -96,19 +128,39 @@ class SelfAttention(nn.Module):
             self.head_norm.load(source, prefix)
 
 
+@runtime_checkable
+class Packable(Protocol):
+    """A layer that the CPU kernels can run faster once its weights are in their order."""
+
+    def pack(self) -> None: ...
+
+
 class DecoderLayer(nn.Module, ABC):
     """One layer of an architecture. Its children are `Loadable` and bear the checkpoint's names."""
+
+    self_attn: SelfAttention
 
     def __init__(
         self, config: TransformerConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
+        self.fused: FusedLayer | None = None
 
     @abstractmethod
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, inputs: AttentionInputs, attention: AttentionBackend
     ) -> torch.Tensor:
         """The residual stream [T, hidden] after this layer, in place of `hidden`."""
+
+    def parts(self) -> LayerParts | None:
+        """The same layer as the CPU kernels compute it in one call; None if they cannot, or if a part is not packed."""
+        return None
+
+    def fuse(self) -> None:
+        """Once the parts are packed: run as one kernel, where there is one."""
+        parts = self.parts()
+        if self.fused is None and parts is not None and parts.has_whole_tiles:
+            self.fused = FusedLayer(parts)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read the weights of every child from `{prefix}.{its name}`."""
@@ -151,11 +203,19 @@ class Transformer(nn.Module):
         rotation = self.rotary(inputs.positions)
         local_rotation = rotation if self.local_rotary is None else self.local_rotary(inputs.positions)
         for layer, window in zip(self.layers, self.config.layer_windows, strict=True):
-            hidden = layer(hidden, rotation if window is None else local_rotation, inputs.attention, attention)
+            hidden = _run_layer(layer, hidden, rotation if window is None else local_rotation, inputs, attention)
         return self.norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)
+
+    def pack(self) -> None:
+        """Hand every layer to the CPU kernels, where there are any: weights are reordered in place, for good."""
+        for module in list(self.modules()):
+            if module is not self and isinstance(module, Packable):
+                module.pack()
+        for layer in self.layers:
+            cast(DecoderLayer, layer).fuse()
 
     def load(self, source: WeightSource) -> None:
         self.embed_tokens.load(source, "model.embed_tokens")
@@ -163,6 +223,52 @@ class Transformer(nn.Module):
             cast(Loadable, layer).load(source, f"model.layers.{index}")
         self.norm.load(source, "model.norm")
         self.lm_head.load(source, "lm_head")
+
+
+def _run_layer(
+    layer: nn.Module, hidden: torch.Tensor, rotation: Rotation, inputs: ForwardInputs, attention: AttentionBackend
+) -> torch.Tensor:
+    """One layer: as a single kernel if it has been fused and the attention is that kernel's, else part by part."""
+    layer = cast(DecoderLayer, layer)
+    if layer.fused is None or not isinstance(attention, CPUAttention):
+        return layer(hidden, rotation, inputs.attention, attention)
+    block = layer.self_attn
+    return attention.run_layer(
+        layer.fused, hidden, rotation=rotation, inputs=inputs.attention, spec=block.spec, num_heads=block.num_heads
+    )
+
+
+def layer_parts(
+    attention: SelfAttention,
+    mlp: GatedMLP,
+    *,
+    input_norm: RMSNorm,
+    mlp_norm: RMSNorm,
+    post_attention_norm: RMSNorm | None = None,
+    post_mlp_norm: RMSNorm | None = None,
+) -> LayerParts | None:
+    """A layer's packed parts, for one that normalises the inputs of its blocks and maybe their outputs.
+
+    None if a part is not packed.
+    """
+    linears = (attention.qkv.packed, attention.o_proj.packed, mlp.gate_up.packed, mlp.down.packed)
+    qkv, output, gate_up, down = linears
+    before_attention, before_mlp, heads = input_norm.fused, mlp_norm.fused, attention.fused_heads
+    if qkv is None or output is None or gate_up is None or down is None:
+        return None
+    if before_attention is None or before_mlp is None or heads is None:
+        return None
+    return LayerParts(
+        input_norm=before_attention,
+        query_key_value=qkv,
+        heads=heads,
+        attention_output=output,
+        post_attention_norm=None if post_attention_norm is None else post_attention_norm.fused,
+        mlp_norm=before_mlp,
+        gate_up=gate_up,
+        down=down,
+        post_mlp_norm=None if post_mlp_norm is None else post_mlp_norm.fused,
+    )
 
 
 def query_key_norm(

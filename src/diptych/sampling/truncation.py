@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from diptych.kernels import reduce as kernels
+
 MIN_TEMPERATURE = 1e-6  # below it, logits divided by it could overflow; the result is greedy long before
 
 NUM_CANDIDATES = 128  # a truncated distribution is mostly smaller, and then nothing else is looked at
@@ -58,7 +60,10 @@ def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
 
     Args: logits: float32 [R, V]. Returns: int64 [R] on the same device.
     """
-    if logits.device.type == "cpu":  # numpy's argmax is vectorised, torch's is not: 1.2 ms against 24 for [32, 262144]
+    if logits.device.type == "cpu":  # torch's argmax is not vectorised: 24 ms for [32, 262144], numpy's 1.2
+        found = kernels.argmax_rows(logits)
+        if found is not None:
+            return found
         return torch.from_numpy(np.asarray(logits.numpy().argmax(axis=1), dtype=np.int64))
     return torch.argmax(logits, dim=1)
 

@@ -40,6 +40,9 @@ class NoSink:
     def sampled(self, sequence: Sequence, row: RowOutput) -> None:
         raise InvariantError(f"request {sequence.request_id} is sent nowhere")
 
+    def is_reading(self, sequence: Sequence) -> bool:
+        return False
+
     def news(self) -> list[SinkNews]:
         return []
 

@@ -119,6 +119,10 @@ class PageSink(Protocol):
         """The whole prompt is computed and its first token known. The sequence is SENDING from now on."""
         ...
 
+    def is_reading(self, sequence: Sequence) -> bool:
+        """Whether a write reads the sequence's pages now: it must not be retracted."""
+        ...
+
     def news(self) -> list[SinkNews]:
         """What has happened since the last call, in order."""
         ...

@@ -20,13 +20,13 @@ from diptych.errors import (
     DiptychError,
     InvariantError,
     Overloaded,
-    PromptTooLong,
     RequestError,
     WorkerError,
 )
 from diptych.kv.cache import KVCache, SequencePages
 from diptych.scheduler.adapters import LocalPrefill, NoSink
 from diptych.scheduler.deadlines import Deadlines
+from diptych.scheduler.intake import check_prompt
 from diptych.scheduler.policy import POLICIES, WaitingQueue, choose_victim
 from diptych.scheduler.ports import Begin, Dropped, FirstToken, GaveUp, Landed, PageSink, PrefillSource, Sent
 from diptych.scheduler.results import finish_reason, new_prompt_logprobs
@@ -77,7 +77,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError or Overloaded, and then nothing has changed."""
-        self._validate(request)
+        if request.request_id in self._sequences:
+            raise RequestError(f"request_id {request.request_id!r} is already in use", param="request_id")
+        check_prompt(request.prompt_token_ids, self.limits)
+        if len(self._waiting) >= self.limits.max_queued_requests:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting already; try again later")
         num_prompt_tokens = len(request.prompt_token_ids)
         max_len = self.limits.max_model_len
         if request.sampling.max_tokens is not None:
@@ -91,24 +95,6 @@ class Scheduler:
             deadline = self._clock() + self.limits.request_timeout
         if deadline is not None:
             self._deadlines.add(sequence, deadline)
-
-    def _validate(self, request: Request) -> None:
-        limits = self.limits
-        token_ids = request.prompt_token_ids
-        if request.request_id in self._sequences:
-            raise RequestError(f"request_id {request.request_id!r} is already in use", param="request_id")
-        if not token_ids:
-            raise RequestError("the prompt is empty; send at least one token", param="prompt")
-        if len(token_ids) >= limits.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {len(token_ids)} tokens; beside one of output {limits.max_model_len - 1} fit:"
-                " shorten it, or raise --max-model-len or --kv-cache-memory",
-                param="prompt",
-            )
-        if not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
-            raise RequestError(f"prompt token ids must be in 0..{limits.vocab_size - 1}", param="prompt")
-        if len(self._waiting) >= limits.max_queued_requests:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting already; try again later")
 
     def abort(self, request_id: str) -> None:
         """End a request at any moment; answered with finish reason `abort`. Unknown ids are ignored."""
@@ -179,16 +165,23 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:
         """Pages for `num_tokens` tokens, retracting whoever is served last; False: not in this step."""
         while not self._cache.extend(self._seats.pages(sequence), num_tokens):
-            victim = choose_victim((s for s in self._running if s not in draft.rows), self._key)
+            free = (s for s in self._running if s not in draft.rows and not self._sink.is_reading(s))
+            victim = choose_victim(free, self._key)
             if victim is None or (victim is sequence and self._leaving):
                 return False  # pages come back when the steps in flight are applied
-            if victim is sequence and len(self._running) == 1 and not (self._loading or self._landed or self._sending):
+            if victim is sequence and len(self._running) == 1:
+                if self._peers_hold_pages:
+                    return False  # they come back, too
                 raise InvariantError(f"request {sequence.request_id} alone does not fit the KV pool")
             self.counters.retractions_total += 1
             self._leave(victim, SequenceState.WAITING)
             if victim is sequence:
                 return False
         return True
+
+    @property
+    def _peers_hold_pages(self) -> bool:
+        return bool(self._loading or self._landed or self._sending or self._cache.num_taken_out)
 
     def _add_row(self, sequence: Sequence, count: int, draft: StepDraft) -> None:
         row = draft.rows[sequence] = self._seats.row(sequence, count)
@@ -235,8 +228,16 @@ class Scheduler:
     def _seat_landed(self, draft: StepDraft) -> None:
         """Sequences filled by a peer decode from the next token on, before anything new is admitted."""
         while self._landed and draft.budget > 0 and self._seats.num_free:
-            sequence, pages = self._landed.popleft()
-            self._seat(sequence, pages, draft)
+            sequence, pages = self._landed[0]
+            if self._cache.extend(pages, sequence.num_tokens):
+                self._landed.popleft()
+                self._seat(sequence, pages, draft)
+            elif self._running or self._leaving:
+                return  # they will give back pages
+            else:
+                self._landed.popleft()
+                self._cache.close(pages, sequence.token_ids, sequence.num_computed_tokens)
+                self._wait_again(sequence)
 
     def _seat(self, sequence: Sequence, pages: SequencePages, draft: StepDraft) -> None:
         """Give a sequence with pages a slot and plan its first row."""
@@ -286,6 +287,8 @@ class Scheduler:
         if sequence in self._running:
             self._sink.computed(sequence, self._seats.pages(sequence))
         prompt_logprobs = new_prompt_logprobs(sequence, step, row.prompt_logprobs)
+        if prompt_logprobs and self._sink.wants(sequence):
+            sequence.prompt_logprobs += prompt_logprobs
         if row.token_ids or prompt_logprobs:
             self._append(sequence, row.token_ids, row.logprobs, prompt_logprobs)
         if row.token_ids and sequence in self._running and self._sink.wants(sequence):
@@ -362,11 +365,17 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence, target: SequenceState) -> None:
         self._seats.vacate(sequence)
-        sequence.move_to(target)
         if target is SequenceState.WAITING:
-            sequence.num_computed_tokens = sequence.num_confirmed_tokens = 0
-            sequence.num_retractions += 1
-            self._waiting.push(sequence)
+            self._wait_again(sequence)
+        else:
+            sequence.move_to(target)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        """Its pages are gone; what it has said so far is computed again, as far as it is not cached."""
+        sequence.move_to(SequenceState.WAITING)
+        sequence.num_computed_tokens = sequence.num_confirmed_tokens = 0
+        sequence.num_retractions += 1
+        self._waiting.push(sequence)
 
     def _end_expired(self) -> None:
         for sequence in self._deadlines.expired(self._clock()):
@@ -453,6 +462,7 @@ class Scheduler:
             num_free_pages=cache.num_free,
             num_cached_pages=cache.num_cached,
             num_owned_pages=cache.num_owned,
+            num_quarantined_pages=cache.num_taken_out,
             page_size=cache.page_size,
             num_slots=limits.max_num_seqs,
             num_free_slots=self._seats.num_free,

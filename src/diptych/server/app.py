@@ -11,10 +11,9 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-import uvicorn
 import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,11 +23,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from diptych.config import EngineConfig, ServerConfig
+from diptych.engine.roles import initial_role
 from diptych.errors import ConfigError, DiptychError
 from diptych.metrics import ServerMetrics
 from diptych.server.auth import ApiKeyMiddleware
 from diptych.server.client import EngineClient
 from diptych.server.errors import json_response, on_diptych_error, on_http_error, on_unexpected_error
+from diptych.server.listening import http_server, listen
 from diptych.server.openapi import openapi_document
 from diptych.server.process import ENGINE_COMMAND, EngineProcess
 from diptych.server.progress import LoadingReport, banner
@@ -38,9 +39,6 @@ from diptych.server.streaming import ClientGone, on_client_gone
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
-_KEEP_ALIVE_S = 75  # longer than the usual proxy's, so that the proxy closes first
-_CONNECTION_GRACE_S = 3  # for answers in flight, once the engine has stopped
 _DRAIN_GRACE_S = 5.0  # for the engine to say that it has drained
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -76,16 +74,27 @@ def _endpoint(state: ServerState, handler: Handler) -> Callable[[Request], Corou
     return endpoint
 
 
-def serve(config: EngineConfig, *, engine_command: tuple[str, ...] = ENGINE_COMMAND) -> int:
+def print_banner(state: ServerState, port: int) -> None:
+    """Say what is served where."""
+    print(banner(state.ready_info, state.config.server, state.model_name, port), flush=True)
+
+
+def serve(
+    config: EngineConfig,
+    *,
+    engine_command: tuple[str, ...] = ENGINE_COMMAND,
+    on_ready: Callable[[ServerState, int], None] = print_banner,
+) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit status: 0, or 1 if the engine failed.
 
-    Args: config: resolved. engine_command: how to run an engine.
-    Raises: ConfigError if the port is taken or the model cannot be served.
+    Args: config: resolved. engine_command: how to run an engine. on_ready: called with the port once requests are
+    served.
+    Raises: ConfigError if a port is taken or the model cannot be served.
     """
     listener = bind(config.server)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(_Serving(config, listener, engine_command).run())
+            return runner.run(_Serving(config, listener, engine_command=engine_command, on_ready=on_ready).run())
         finally:
             # All is stopped: an impatient Ctrl-C must not turn the exit status into that of a kill.
             for number in _STOP_SIGNALS:
@@ -94,46 +103,29 @@ def serve(config: EngineConfig, *, engine_command: tuple[str, ...] = ENGINE_COMM
 
 def bind(config: ServerConfig) -> socket.socket:
     """The listening socket. Raises: ConfigError if the address cannot be had."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        return socket.create_server((config.host, config.port), family=family, backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error}; stop what uses it, or choose another --port"
-        ) from error
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: who may stop when is decided in `_Serving`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
+    return listen(config.host, config.port, flag="--port")
 
 
 class _Serving:
     """One run of the server, from start to exit."""
 
-    def __init__(self, config: EngineConfig, listener: socket.socket, engine_command: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        listener: socket.socket,
+        *,
+        engine_command: tuple[str, ...],
+        on_ready: Callable[[ServerState, int], None],
+    ) -> None:
         self._config = config
         self._listener = listener
         self._engine_command = engine_command
-        self._state = ServerState(
-            config, ServerMetrics(config.server.metrics_prefix, config.server.served_model_name or "")
-        )
-        self._http = HttpServer(
-            uvicorn.Config(
-                create_app(self._state),
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_CONNECTION_GRACE_S,
-            )
-        )
+        self._on_ready = on_ready
+        name = config.server.served_model_name or ""
+        engine_type = initial_role(config.transfer)
+        self._state = ServerState(config, ServerMetrics(config.server.metrics_prefix, name, engine_type=engine_type))
+        self._state.matchmaker.bind()
+        self._http = http_server(create_app(self._state))
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -143,6 +135,7 @@ class _Serving:
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        self._state.matchmaker.open()
         report = LoadingReport()
         try:
             with report:
@@ -161,7 +154,7 @@ class _Serving:
                 starting.cancel()
                 await engine.stop()
         finally:
-            self._state.close()
+            await self._state.close()
             self._http.should_exit = True
             self._http.force_exit = self._stop_now.is_set()
             await http
@@ -170,8 +163,7 @@ class _Serving:
         """Wait for the engine while the tokenizer loads. Raises: ConfigError, or Unavailable if the engine fails."""
         text, info = await asyncio.gather(asyncio.to_thread(load_text_tools, self._config), engine.client.start())
         self._state.become_ready(engine.client, info, text)
-        port = self._listener.getsockname()[1]
-        print(banner(info, self._config.server, self._state.model_name, port), flush=True)
+        self._on_ready(self._state, self._listener.getsockname()[1])
 
     async def _serve(self, engine: EngineProcess, starting: asyncio.Task[None]) -> int:
         if starting.done():

@@ -18,7 +18,15 @@ from diptych.server.chat_text import ChatDelta, ChatText, whole_message
 from diptych.server.errors import json_response
 from diptych.server.generation import Chunk, Generation, run_all, stream_all
 from diptych.server.logprobs import chat_logprobs, prompt_entries, vllm_prompt_logprobs
-from diptych.server.openai_format import EventWriter, ResponseHead, ending, generation_options, response_id, usage_of
+from diptych.server.openai_format import (
+    EventWriter,
+    ResponseHead,
+    ending,
+    generation_options,
+    response_id,
+    ticket_of,
+    usage_of,
+)
 from diptych.server.parameters import openai_sampling
 from diptych.server.reasoning import make_reasoning_parser
 from diptych.server.schemas import ChatRequest
@@ -69,7 +77,8 @@ class _Answer:
         await run_all(generations)
         head = self._head("chat.completion")
         response = head.whole([self._whole_choice(choice) for choice in choices], usage_of(generations))
-        return response | self._prompt_fields(generations[0])
+        ticket = ticket_of(self._service.matchmaker, self._body, self.id)
+        return response | ticket | self._prompt_fields(generations[0])
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response as a stream."""
@@ -88,6 +97,8 @@ class _Answer:
 
     async def _submit(self) -> list[_Choice]:
         body = self._body
+        await self._service.check_grammar(self._sampling.grammar)
+        handoffs = await self._service.matchmaker.handoffs(body, [body.n])
         rendered = await self._state.render(body)
         self._prompt_text = rendered.text
         token_ids = await self._service.encode(
@@ -99,6 +110,7 @@ class _Answer:
             default_max_tokens=None,
             limit_name=self._limit_name,
             continues_prompt=body.continue_final_message,
+            handoffs=handoffs,
         )
         generations = self._service.submit(token_ids, self._sampling, options, param="messages")
         return [_Choice(generation, self._reader()) for generation in generations]

@@ -37,6 +37,7 @@ from diptych.core.messages import (
     ToEngine,
 )
 from diptych.core.request import Request
+from diptych.transfer.rooms import RoomTaken
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,18 @@ _PLAIN_KINDS: dict[str, type[errors.DiptychError]] = {
         errors.Overloaded,
         errors.Unavailable,
         errors.DeadlineExceeded,
+        errors.TransferError,
+        errors.PeerIncompatible,
+        errors.PeerLost,
+        errors.TransferRejected,
+        errors.TransferExpired,
         errors.WorkerError,
         errors.InvariantError,
     )
 }
 _REQUEST_KINDS: dict[str, type[errors.RequestError]] = {
-    kind.__name__: kind for kind in (errors.RequestError, errors.PromptTooLong, errors.UnknownModel, errors.Unsupported)
+    kind.__name__: kind
+    for kind in (errors.RequestError, errors.PromptTooLong, errors.UnknownModel, errors.Unsupported, RoomTaken)
 }
 
 

@@ -15,7 +15,15 @@ from diptych.server.bodies import read_schema
 from diptych.server.errors import json_response
 from diptych.server.generation import Chunk, Generation, GenerationService, run_all, stream_all
 from diptych.server.logprobs import CompletionLogprobs, prompt_entries, vllm_prompt_logprobs
-from diptych.server.openai_format import EventWriter, ResponseHead, ending, generation_options, response_id, usage_of
+from diptych.server.openai_format import (
+    EventWriter,
+    ResponseHead,
+    ending,
+    generation_options,
+    response_id,
+    ticket_of,
+    usage_of,
+)
 from diptych.server.parameters import openai_sampling
 from diptych.server.schemas import CompletionRequest
 from diptych.server.state import ServerState, id_header, request_id_of
@@ -109,7 +117,8 @@ class _Answer:
         choices = await self._submit()
         generations = [choice.generation for choice in choices]
         await run_all(generations)
-        return self._head.whole([self._whole_choice(choice) for choice in choices], usage_of(generations))
+        response = self._head.whole([self._whole_choice(choice) for choice in choices], usage_of(generations))
+        return response | ticket_of(self._service.matchmaker, self._body, self.id)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response as a stream."""
@@ -128,7 +137,10 @@ class _Answer:
 
     async def _submit(self) -> list[_Choice]:
         body, choices = self._body, list[_Choice]()
-        for prompt in parse_prompts(body.prompt, "prompt"):
+        await self._service.check_grammar(self._sampling.grammar)
+        prompts = parse_prompts(body.prompt, "prompt")
+        handoffs = await self._service.matchmaker.handoffs(body, [body.n] * len(prompts))
+        for index, prompt in enumerate(prompts):
             token_ids, text = await self._tokenize(prompt)
             options = generation_options(
                 body,
@@ -136,6 +148,7 @@ class _Answer:
                 default_max_tokens=DEFAULT_MAX_TOKENS,
                 continues_prompt=True,
                 discards_output=body.max_tokens == 0,
+                handoffs=handoffs[index * body.n : (index + 1) * body.n],
             )
             for generation in self._service.submit(token_ids, self._sampling, options):
                 logprobs = (

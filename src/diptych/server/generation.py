@@ -24,11 +24,13 @@ import msgspec
 from diptych.config import EngineConfig
 from diptych.core.batch import FinishReason, TokenLogprobs
 from diptych.core.messages import EngineInfo, RequestOutput
-from diptych.core.request import MAX_SEED, Request, SamplingParams
+from diptych.core.request import MAX_SEED, Grammar, HandTo, Request, SamplingParams, TakeFrom
 from diptych.errors import DiptychError, PromptTooLong, RequestError
 from diptych.metrics import RequestTimes, ServerMetrics
+from diptych.sampling.grammar_check import validate_grammar
 from diptych.server.client import EngineClient
 from diptych.server.detokenizer import OutputText
+from diptych.server.matchmaker import Matchmaker
 from diptych.server.token_texts import TokenTexts
 from diptych.tokenizer import Tokenizer
 
@@ -56,7 +58,7 @@ class GenerationOptions:
     request_id: the client's name for it; empty makes one. n: sequences. default_max_tokens: if sampling names no limit;
     None is all that the context holds. limit_name: what the client calls max_tokens. timeout_s: from now.
     continues_prompt: the output's text goes on where the prompt's ends. discards_output: only the prompt's logprobs are
-    wanted.
+    wanted. handoffs: for each sequence what another engine has to do with it; empty: nothing.
     """
 
     request_id: str = ""
@@ -68,6 +70,7 @@ class GenerationOptions:
     limit_name: str = "max_tokens"
     continues_prompt: bool = False
     discards_output: bool = False
+    handoffs: Sequence[HandTo | TakeFrom | None] = ()
 
 
 class Generation:
@@ -88,10 +91,16 @@ class Generation:
         self._service = service
         self._discards_output = options.discards_output
         context = request.prompt_token_ids if options.continues_prompt else ()
-        self._output_text = OutputText(service.tokenizer, request.sampling, prompt_token_ids=context)
+        self._output_text = OutputText(service.tokenizer, _read_for(request), prompt_token_ids=context)
         self._started = time.perf_counter()
         self._last_output: float | None = None
         self._ttft_s: float | None = None
+
+    @property
+    def is_told_to_both(self) -> bool:
+        """Whether the engine that computes the prompt has the request from its client, and answers it too."""
+        handoff = self.request.handoff
+        return isinstance(handoff, TakeFrom) and handoff.room is not None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -140,7 +149,8 @@ class Generation:
         if not output.token_ids and output.finish_reason is None:
             return None
         is_first = self._last_output is None
-        self._note_time()
+        if output.token_ids:
+            self._note_time()
         self.finish_reason, self.matched_stop = output.finish_reason, output.matched_stop
         if self._discards_output:
             return Chunk("", [], [], is_first, output.finish_reason is not None)
@@ -184,6 +194,7 @@ class GenerationService:
     token_texts: TokenTexts
     metrics: ServerMetrics
     config: EngineConfig
+    matchmaker: Matchmaker = field(default_factory=Matchmaker)
     _ids: dict[str, set[str]] = field(default_factory=dict)
     _serial: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -201,6 +212,11 @@ class GenerationService:
         # Of a batch, the tokenizer lets go of the interpreter while it works.
         encode = partial(self.tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens)
         return (await asyncio.get_running_loop().run_in_executor(self._threads, encode))[0]
+
+    async def check_grammar(self, grammar: Grammar | None) -> None:
+        """Raises: RequestError if it cannot be compiled, so that the client hears of it before anything is queued."""
+        if grammar is not None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, validate_grammar, grammar)
 
     def check_token_ids(self, value: object, param: str) -> list[int]:
         """`value` as token ids. Raises: RequestError unless it is a list of integers of the vocabulary."""
@@ -244,6 +260,7 @@ class GenerationService:
                 priority=options.priority,
                 arrival_time=now,
                 deadline=None if timeout_s is None else now + timeout_s,
+                handoff=options.handoffs[index] if options.handoffs else None,
             )
             generations.append(Generation(self, request, options, index=index))
         return generations
@@ -365,6 +382,13 @@ async def _feed(generation: Generation, arrivals: asyncio.Queue[Any]) -> None:
         arrivals.put_nowait((generation, None))
 
 
+def _read_for(request: Request) -> SamplingParams:
+    """How the output is read. A stop string must not end a sequence whose pages are still on their way elsewhere."""
+    if isinstance(request.handoff, HandTo):
+        return msgspec.structs.replace(request.sampling, stop=())
+    return request.sampling
+
+
 def _wrap_seed(seed: int) -> int:
     """Back into the range of a 64-bit signed integer."""
     return (seed + MAX_SEED + 1) % (2 * MAX_SEED + 2) - MAX_SEED - 1
@@ -372,8 +396,9 @@ def _wrap_seed(seed: int) -> int:
 
 def _log_end(generation: Generation, times: RequestTimes) -> None:
     logger.info(
-        "%s: %d prompt (%d cached) + %d output tokens, queue %.3f s, first token %.3f s, total %.3f s",
+        "%s%s: %d prompt (%d cached) + %d output tokens, queue %.3f s, first token %.3f s, total %.3f s",
         times.finish_reason,
+        _other_engine(generation.request.handoff),
         times.num_prompt_tokens,
         generation.cached_tokens,
         times.num_output_tokens,
@@ -382,3 +407,15 @@ def _log_end(generation: Generation, times: RequestTimes) -> None:
         times.e2e_s,
         extra={"request_id": generation.public_id},
     )
+
+
+def _other_engine(handoff: HandTo | TakeFrom | None) -> str:
+    """Who else took part, for the log."""
+    match handoff:
+        case HandTo(room=room):
+            return f", handed over in room {room}"
+        case TakeFrom(address=address, room=None):
+            return f", prefill by {address}"
+        case TakeFrom(address=address, room=room):
+            return f", prefill by {address} in room {room}"
+    return ""

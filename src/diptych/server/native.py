@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diptych.core.request import SamplingParams
+from diptych.core.request import HandTo, SamplingParams, TakeFrom
 from diptych.errors import RequestError, Unsupported
 from diptych.server.bodies import read_schema, validated
 from diptych.server.completions import MAX_PROMPTS
@@ -57,6 +58,7 @@ class NativeAnswer:
     def __init__(self, service: GenerationService, body: GenerateRequest, header_id: str) -> None:
         self._service = service
         self._logprobs = NativeLogprobs(service.token_texts, with_text=body.return_text_in_logprobs)
+        self._body = body
         self._timeout_s = body.timeout
         self._items, self._is_batch = _items(body, header_id)
         self.first_id = self._items[0].rid
@@ -91,9 +93,14 @@ class NativeAnswer:
                 yield result
 
     async def _submit(self) -> list[tuple[_Item, Generation]]:
-        return [(item, generation) for item in self._items for generation in await self._submit_item(item)]
+        handoffs = iter(await self._service.matchmaker.handoffs(self._body, [item.sampling.n for item in self._items]))
+        return [
+            (item, generation)
+            for item in self._items
+            for generation in await self._submit_item(item, list(islice(handoffs, item.sampling.n)))
+        ]
 
-    async def _submit_item(self, item: _Item) -> list[Generation]:
+    async def _submit_item(self, item: _Item, handoffs: list[HandTo | TakeFrom | None]) -> list[Generation]:
         if isinstance(item.prompt, str):
             token_ids = await self._service.encode(item.prompt, param="text")
         else:
@@ -112,9 +119,12 @@ class NativeAnswer:
             timeout_s=self._timeout_s,
             continues_prompt=True,
             discards_output=item.sampling.max_new_tokens == 0,
+            handoffs=handoffs,
         )
         param = "text" if isinstance(item.prompt, str) else "input_ids"
-        return self._service.submit(token_ids, _sampling(item), options, param=param)
+        sampling = _sampling(item)
+        await self._service.check_grammar(sampling.grammar)
+        return self._service.submit(token_ids, sampling, options, param=param)
 
     def _result(self, item: _Item, generation: Generation) -> dict[str, Any]:
         meta: dict[str, Any] = {
@@ -135,7 +145,8 @@ class NativeAnswer:
         write, outputs = self._logprobs, generation.logprobs
         prompt = generation.request.prompt_token_ids
         inputs: list[Any] = []
-        if item.logprob_start >= 0:
+        # If prefill has the request too, its answer says them, and a router puts the two lists together.
+        if item.logprob_start >= 0 and not generation.is_told_to_both:
             prompt = prompt[item.logprob_start :]
             inputs = prompt_entries(generation.num_prompt_tokens, item.logprob_start, generation.prompt_logprobs)
         else:

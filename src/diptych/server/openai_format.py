@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
 
+from diptych.core.request import HandTo, TakeFrom
 from diptych.errors import Unsupported
 from diptych.server.generation import Generation, GenerationOptions
+from diptych.server.matchmaker import Matchmaker
 from diptych.server.schemas import OpenAIRequest, StreamOptions
 from diptych.server.streaming import DONE
 
@@ -26,6 +28,7 @@ def generation_options(
     limit_name: str = "max_tokens",
     continues_prompt: bool,
     discards_output: bool = False,
+    handoffs: Sequence[HandTo | TakeFrom | None] = (),
 ) -> GenerationOptions:
     """What the body says beside prompt and sampling. Raises: Unsupported for an adapter."""
     if body.lora_path:
@@ -40,7 +43,15 @@ def generation_options(
         limit_name=limit_name,
         continues_prompt=continues_prompt,
         discards_output=discards_output,
+        handoffs=handoffs,
     )
+
+
+def ticket_of(matchmaker: Matchmaker, body: OpenAIRequest, response_id: str) -> dict[str, Any]:
+    """vLLM's `kv_transfer_params` of an answer, if the request is the prefill half of two and asks for them."""
+    if body.kv_transfer_params is None or not body.kv_transfer_params.do_remote_decode:
+        return {}
+    return {"kv_transfer_params": matchmaker.ticket(body, response_id)}
 
 
 def cache_key(cache_salt: str, extra_key: str) -> str:

@@ -20,7 +20,7 @@ from diptych.server.bodies import read_schema
 from diptych.server.errors import json_response
 from diptych.server.generation import GenerationOptions, run_all
 from diptych.server.native import WEIGHT_VERSION
-from diptych.server.schemas import AbortRequest, DetokenizeRequest, TokenizeRequest
+from diptych.server.schemas import AbortRequest, DetokenizeRequest, RoleSwitch, TokenizeRequest
 from diptych.server.state import ServerState
 from diptych.server.streaming import while_connected
 
@@ -88,7 +88,7 @@ async def model_info(state: ServerState, request: Request) -> Response:
             "weight_version": WEIGHT_VERSION,
             "model_type": info.architecture,
             "architectures": [info.architecture],
-            "disaggregation_mode": "null",
+            "disaggregation_mode": state.matchmaker.mode,
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "reasoning_parser": config.server.reasoning_parser,
@@ -100,21 +100,26 @@ async def model_info(state: ServerState, request: Request) -> Response:
 
 
 async def server_info(state: ServerState, request: Request) -> Response:
-    """GET /server_info and its old name: every setting, flat, as routers read them. The API key is left out."""
+    """GET /server_info and its old name: every setting, flat, as routers read them. Keys are left out."""
     info, config = state.ready_info, state.config
     load = await _load(state)
     settings: dict[str, Any] = {}
-    for section in (config.model, config.cache, config.scheduler, config.server):
+    for section in (config.model, config.cache, config.scheduler, config.transfer, config.server):
         settings |= dataclasses.asdict(section)
-    settings.pop("api_key")
+    for secret in ("api_key", "cluster_key"):
+        settings.pop(secret)
     settings |= {
         "served_model_name": state.model_name,
         "tokenizer_path": config.model.tokenizer_path or config.model.model_path,
         "tp_size": 1,
         "dp_size": 1,
         "pp_size": 1,
-        "disaggregation_mode": "null",
-        "disaggregation_bootstrap_port": None,
+        "role": state.matchmaker.role,
+        "disaggregation_mode": state.matchmaker.mode,
+        "disaggregation_bootstrap_port": state.matchmaker.bootstrap_port,
+        "instance_id": info.peer.instance_id if info.peer else None,
+        "peer_address": info.peer.address if info.peer else None,
+        "model_fingerprint": info.fingerprint,
         "max_total_num_tokens": info.num_kv_tokens,
         "max_model_len": info.max_model_len,
         "dtype": info.dtype,
@@ -127,7 +132,7 @@ async def server_info(state: ServerState, request: Request) -> Response:
 
 
 async def loads(state: ServerState, request: Request) -> Response:
-    """GET /v1/loads?include=core,queues,memory."""
+    """GET /v1/loads?include=core,disagg,queues,memory."""
     load = await _load(state)
     include = set(request.query_params.get("include", "core").split(","))
     entry: dict[str, Any] = {"dp_rank": 0, **_core_load(load)}
@@ -145,8 +150,34 @@ async def loads(state: ServerState, request: Request) -> Response:
             "page_size": load.page_size,
         }
     if include & {"disagg", "all"}:
-        entry["disaggregation"] = {"mode": "null"}
+        entry["disaggregation"] = {"mode": state.matchmaker.mode, **_transfer_load(state, load)}
     return json_response({"timestamp": load.timestamp, "version": diptych.__version__, "loads": [entry]})
+
+
+def _transfer_load(state: ServerState, load: EngineLoad) -> dict[str, Any]:
+    """Queues, in SGLang's words, then what is ours; empty without peers."""
+    transfer = load.transfer
+    if transfer is None:
+        return {}
+    speed = state.metrics.transfer_speed
+    return {
+        "prefill_bootstrap_queue_reqs": transfer.num_outgoing_waiting,
+        "prefill_inflight_queue_reqs": transfer.num_outgoing_rooms - transfer.num_outgoing_waiting,
+        "decode_prealloc_queue_reqs": 0,  # who waits for pages is in num_waiting_reqs
+        "decode_transfer_queue_reqs": transfer.num_incoming_rooms,
+        "kv_transfer_speed_gb_s": speed.gb_per_s,
+        "kv_transfer_latency_ms": speed.latency_ms,
+        "transport": transfer.transport,
+        "quarantined_pages": transfer.num_quarantined_pages,
+        "free_rooms": transfer.num_free_rooms,
+        "peers": transfer.num_peers,
+        "lost_peers": transfer.num_lost_peers,
+        "bytes_sent": transfer.bytes_sent_total,
+        "descriptors": transfer.descriptors_total,
+        "rooms_done": transfer.rooms_done_total,
+        "failures": transfer.failures_total,
+        "foreign_frames": transfer.foreign_frames_total,
+    }
 
 
 def _core_load(load: EngineLoad) -> dict[str, Any]:
@@ -202,6 +233,25 @@ async def abort_request(state: ServerState, request: Request) -> Response:
     elif body.rid:
         service.abort(body.rid)
     return Response(status_code=200)
+
+
+async def switch_role(state: ServerState, request: Request) -> Response:
+    """POST /pd_role_switch {new_role}: what this engine advertises from now on; what runs is not touched."""
+    # A foreign web page cannot send this content type to a server on this machine without being asked.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("send the body as Content-Type: application/json")
+    body = await read_schema(request, RoleSwitch, state.max_body_nbytes)
+    _ = state.service
+    matchmaker = state.matchmaker
+    await matchmaker.switch("unified" if body.new_role == "null" else body.new_role)
+    return json_response(
+        {
+            "success": True,
+            "message": f"this engine is {matchmaker.role} now",
+            "disaggregation_mode": matchmaker.mode,
+            "disaggregation_bootstrap_port": matchmaker.bootstrap_port,
+        }
+    )
 
 
 async def flush_cache(state: ServerState, request: Request) -> Response:

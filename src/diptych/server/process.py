@@ -57,7 +57,7 @@ class EngineProcess:
             [*command, "--endpoint", endpoint],
             stdin=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(os.getpid()),
         )
         self._write_config(json.dumps(dataclasses.asdict(config)).encode())
         threading.Thread(target=self._wait, args=(asyncio.get_running_loop(),), daemon=True).start()
@@ -106,8 +106,8 @@ class EngineProcess:
         self._exit_code.set_result(code)
 
 
-def _die_with_parent(parent_pid: int) -> Callable[[], None] | None:
-    """What the child runs before exec, so that Linux kills it when this thread ends. None elsewhere."""
+def die_with_parent(parent_pid: int) -> Callable[[], None] | None:
+    """What a child runs before exec, so that Linux kills it when this thread ends. None elsewhere."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)

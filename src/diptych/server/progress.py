@@ -6,6 +6,8 @@ import json
 import logging
 import shlex
 import sys
+import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -18,6 +20,7 @@ from diptych.core.messages import EngineInfo, Loading
 logger = logging.getLogger(__name__)
 
 _LOG_STEP_PERCENT = 10
+_LOG_INTERVAL_S = 2.0
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
 
 
@@ -28,6 +31,7 @@ class LoadingReport:
         self._is_terminal = sys.stderr.isatty()
         self._tasks: dict[str, TaskID] = {}
         self._logged: dict[str, int] = {}
+        self._logged_at = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -56,8 +60,9 @@ class LoadingReport:
             return
         percent = 100 * loading.done // loading.total if loading.total else 100
         step = percent - percent % _LOG_STEP_PERCENT
-        if step > self._logged.get(loading.what, -1):
-            self._logged[loading.what] = step
+        is_due = percent == 100 or time.monotonic() - self._logged_at > _LOG_INTERVAL_S
+        if is_due and step > self._logged.get(loading.what, -1):
+            self._logged[loading.what], self._logged_at = step, time.monotonic()
             logger.info("%s: %d%%", loading.what, percent)
 
 
@@ -70,17 +75,36 @@ def base_url(host: str, port: int) -> str:
 def banner(info: EngineInfo, config: ServerConfig, model_name: str, port: int) -> str:
     """What is served where, what fits, and a command to try."""
     nbytes = info.num_pages * info.page_nbytes
-    body = json.dumps({"model": model_name, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0})
     url = base_url(config.host, port)
-    headers = "-H 'Content-Type: application/json'"
-    if config.api_key:
-        headers += ' -H "Authorization: Bearer $DIPTYCH_API_KEY"'
     return "\n".join(
         (
             f"Diptych {diptych.__version__} serves {model_name} at {url}",
             f"  model     {info.model_path}",
             f"            {info.architecture}, {info.dtype}, {info.device}; loaded in {info.load_s:.1f} s",
             f"  KV cache  {info.num_kv_tokens:,} tokens ({nbytes / 2**30:.2f} GiB); context {info.max_model_len:,}",
-            f"  try       curl {url}/v1/completions {headers} -d {shlex.quote(body)}",
+            _example(config, model_name, url),
         )
     )
+
+
+def cluster_banner(
+    config: ServerConfig, model_name: str, port: int, *, model: str, engines: Sequence[tuple[str, str]]
+) -> str:
+    """What a router serves where, with which engines (name and URL), and a command to try."""
+    url = base_url(config.host, port)
+    return "\n".join(
+        (
+            f"Diptych {diptych.__version__} serves {model_name} at {url}, prefill and decode apart",
+            f"  model     {model}",
+            *(f"  {name:<9} {engine_url}" for name, engine_url in engines),
+            _example(config, model_name, url),
+        )
+    )
+
+
+def _example(config: ServerConfig, model_name: str, url: str) -> str:
+    body = json.dumps({"model": model_name, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0})
+    headers = "-H 'Content-Type: application/json'"
+    if config.api_key:
+        headers += ' -H "Authorization: Bearer $DIPTYCH_API_KEY"'
+    return f"  try       curl {url}/v1/completions {headers} -d {shlex.quote(body)}"

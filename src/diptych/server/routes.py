@@ -19,6 +19,7 @@ from diptych.server.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
+    RoleSwitch,
     TokenizeRequest,
 )
 from diptych.server.state import ServerState
@@ -71,6 +72,7 @@ ROUTES: tuple[RouteSpec, ...] = (
     _get("/version", operations.version),
     _post("/abort_request", operations.abort_request, AbortRequest, media_type=None),
     RouteSpec("/flush_cache", ("GET", "POST"), operations.flush_cache, query=("timeout",), media_type="text/plain"),
+    _post("/pd_role_switch", operations.switch_role, RoleSwitch),
     _post("/tokenize", operations.tokenize, TokenizeRequest),
     _post("/v1/tokenize", operations.tokenize, TokenizeRequest),
     _post("/detokenize", operations.detokenize, DetokenizeRequest),

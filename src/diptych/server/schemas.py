@@ -125,7 +125,29 @@ class SamplingFields(Body):
     ebnf: str | None = None
 
 
-class OpenAIRequest(SamplingFields):
+def _one_or_list(kind: str) -> dict[str, Any]:
+    return {"anyOf": [{"type": kind}, {"type": "array", "items": {"type": kind}}]}
+
+
+class TransferTicket(Body):
+    """vLLM's `kv_transfer_params`, as far as they say where a prompt's KV is, or that another engine wants it."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_host: str | None = None
+    remote_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+
+
+class RendezvousFields(Body):
+    """Where a request's sequences meet the engine that computes their prompts; `rendezvous.expand` checks them."""
+
+    bootstrap_host: Annotated[Any, WithJsonSchema(_one_or_list("string"))] = None
+    bootstrap_port: Annotated[Any, WithJsonSchema(_one_or_list("integer"))] = None
+    bootstrap_room: Annotated[Any, WithJsonSchema(_one_or_list("integer"))] = None
+    kv_transfer_params: TransferTicket | None = None
+
+
+class OpenAIRequest(SamplingFields, RendezvousFields):
     """What both OpenAI routes take beside their prompt."""
 
     model: str = ""
@@ -227,7 +249,7 @@ class NativeSampling(Body):
 _ONE_OR_MANY_SAMPLING: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}
 
 
-class GenerateRequest(Body):
+class GenerateRequest(RendezvousFields):
     """POST /generate. Each per-request value may be a list, parallel to a batch of prompts."""
 
     text: Annotated[Any, WithJsonSchema(_TEXT_OR_LIST)] = None
@@ -244,6 +266,27 @@ class GenerateRequest(Body):
     extra_key: Annotated[Any, WithJsonSchema({"type": "string"})] = ""
     lora_path: Annotated[Any, WithJsonSchema({"type": "string"})] = ""
     timeout: Timeout | None = None
+
+
+class RankRegistration(Body):
+    """PUT /route of the registry: one rank of a prefill engine. SGLang's fields, then ours."""
+
+    role: Literal["Prefill", "prefill", "PREFILL"]
+    tp_size: Annotated[int, Field(ge=1, le=4096)]
+    dp_size: Annotated[int, Field(ge=1, le=4096)]
+    rank_ip: Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9.:_-]+$")]
+    rank_port: Annotated[int, Field(ge=1, le=65535)]
+    engine_rank: Annotated[int, Field(ge=0, le=4096 * 64)]
+    pp_size: Annotated[int, Field(ge=1, le=64)] = 1
+    instance_id: Annotated[str, Field(max_length=128)] = ""
+    protocol_version: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    fingerprint: Annotated[str, Field(max_length=256)] = ""
+
+
+class RoleSwitch(Body):
+    """POST /pd_role_switch."""
+
+    new_role: Literal["unified", "prefill", "decode", "null"]
 
 
 class AbortRequest(Body):

@@ -18,6 +18,7 @@ from diptych.resolve import parse_size
 from diptych.server.chat import ChatTemplate, RenderedPrompt, read_template
 from diptych.server.client import EngineClient
 from diptych.server.generation import GenerationService
+from diptych.server.matchmaker import Matchmaker
 from diptych.server.schemas import ChatRequest, TokenizeRequest
 from diptych.server.token_texts import TokenTexts
 from diptych.server.tool_calls import detect_parser
@@ -81,14 +82,20 @@ class ServerState:
     def __post_init__(self) -> None:
         self.model_name = self.config.server.served_model_name or self.config.model.model_path
         self.max_body_nbytes = parse_size(self.config.server.max_body_size, name="max_body_size")
+        self.matchmaker = Matchmaker(
+            self.config.transfer, is_serving=lambda: self.is_serving, on_missed=self.metrics.note_missed_prefill
+        )
 
     def become_ready(self, client: EngineClient, info: EngineInfo, text: TextTools) -> None:
         """The engine answers: requests are served from now on."""
         self.client = client
         self.info = info
         self._text = text
-        self._service = GenerationService(client, info, text.tokenizer, text.token_texts, self.metrics, self.config)
+        self._service = GenerationService(
+            client, info, text.tokenizer, text.token_texts, self.metrics, self.config, self.matchmaker
+        )
         self.metrics.note_ready(info)
+        self.matchmaker.become_ready(info)
 
     @property
     def is_serving(self) -> bool:
@@ -138,8 +145,9 @@ class ServerState:
         if name not in _ANY_MODEL and name not in (self.model_name, self.config.model.model_path):
             raise UnknownModel(f"model {name!r} is not served here; use {self.model_name!r}", param="model")
 
-    def close(self) -> None:
-        """Release what the service holds."""
+    async def close(self) -> None:
+        """Release what the service holds, and close the registry's port."""
+        await self.matchmaker.close()
         if self._service is not None:
             self._service.close()
 

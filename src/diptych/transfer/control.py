@@ -5,7 +5,7 @@ receives both, told apart by frame 0. Every message names its sender's instance,
 recognised. Knows no sockets.
 
     decode -> prefill    Hello, Cancel, Heartbeat, Leaving
-    prefill -> decode    HelloReply, FirstToken, Failed, Quiesced, Heartbeat, Leaving
+    prefill -> decode    HelloReply, Joined, FirstToken, Failed, Quiesced, Heartbeat, Leaving
 """
 
 from __future__ import annotations
@@ -36,16 +36,22 @@ CONTROL_GUARD = b"DiptychPeer"
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Who I am, after a registration or a lost connection. Answered by a HelloReply."""
+    """Who are you? Sent to an address from which a peer is no longer heard; answered by a HelloReply with its nonce."""
 
     identity: PeerExtension
+    nonce: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
 
 class HelloReply(msgspec.Struct, tag=True, frozen=True):
-    """Answer to a registration or a Hello. refusal: why no KV can move, both values named; empty if it can."""
+    """Answer to a registration (nonce 0) or a Hello. refusal: why no KV can move, both values named; empty if it can.
+
+    Whoever answers a Hello is alive at that address after the Hello was sent, so every other instance that was known
+    there before is dead.
+    """
 
     identity: PeerExtension
     refusal: Sentence = ""
+    nonce: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
 
 class FirstToken(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,8 +86,18 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=
     has_posted: bool = False
 
 
+class Joined(msgspec.Struct, tag=True, frozen=True):
+    """Prefill knows the room; answer to every transfer info of an open room, so that decode need not repeat it."""
+
+    room: Room
+    generation: Count = 0
+
+
 class Quiesced(msgspec.Struct, tag=True, frozen=True):
-    """No write of this room can land any more, from any rank of the sender."""
+    """No further write of this room will be posted, and none is in flight, from any rank of the sender.
+
+    Also sent when everything was delivered, and as the answer to a transfer info of a room that is over.
+    """
 
     room: Room
     generation: Count = 0
@@ -118,7 +134,7 @@ class Leaving(msgspec.Struct, tag=True, frozen=True):
     timeout_s: Annotated[float, Meta(ge=0, le=1e9)]
 
 
-ControlMessage = Hello | HelloReply | FirstToken | Failed | Quiesced | Cancel | Heartbeat | Leaving
+ControlMessage = Hello | HelloReply | Joined | FirstToken | Failed | Quiesced | Cancel | Heartbeat | Leaving
 
 
 class Control(msgspec.Struct, array_like=True, frozen=True):

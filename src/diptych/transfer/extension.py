@@ -177,11 +177,14 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class RoomExtension(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a decode rank says about one room beyond the base format.
 
-    generation: sets apart two uses of one room number. num_cached_tokens: what decode holds already, whole pages of its
-    own size; the page indices of the frame begin after them. prompt: set where decode drives, by rank 0 alone.
+    to_instance: whom it is meant for; another instance at that address must not serve it, for decode may take the death
+    of the first as proof that nothing lands. generation: sets apart two uses of one room number. num_cached_tokens:
+    what decode holds already, whole pages of its own size; the page indices of the frame begin after them. prompt: set
+    where decode drives, by rank 0 alone.
     """
 
     instance_id: Identity
+    to_instance: Word = ""
     generation: Count = 0
     num_cached_tokens: Count = 0
     prompt: PrefillRequest | None = None

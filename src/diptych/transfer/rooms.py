@@ -77,6 +77,10 @@ class RoomTable(Generic[Entry]):
             self.num_unknown += room not in self._dead
         return entry
 
+    def peek(self, room: int) -> Entry | None:
+        """The entry of an open room, without counting a miss."""
+        return self._open.get(room)
+
     def close(self, room: int) -> Entry:
         """End an open room and leave a tombstone. Raises InvariantError if it is not open."""
         entry = self._open.pop(room, None)

@@ -20,6 +20,7 @@ from diptych.errors import ConfigError
 from diptych.kv.layout import KVLayout
 from diptych.kv.pool import KVPool
 from diptych.models.config import TransformerConfig
+from diptych.models.fingerprint import fingerprint
 from diptych.models.loader import load_model
 from diptych.models.spec import inspect_model
 from diptych.sampling.grammar import GrammarCompiler
@@ -77,7 +78,8 @@ def create_worker(config: EngineConfig, progress: Progress) -> Worker:
     max_model_len = resolve_max_model_len(
         config.model.max_model_len, model_config.max_position_embeddings, num_pages * layout.page_size
     )
-    attention = create_attention(config.cache.attention_backend, KVPool(layout, num_pages, device, dtype))
+    pool = KVPool(layout, num_pages, device, dtype)
+    attention = create_attention(config.cache.attention_backend, pool)
     runner = ModelRunner(
         model,
         attention,
@@ -99,6 +101,11 @@ def create_worker(config: EngineConfig, progress: Progress) -> Worker:
         device=str(device),
         attention_backend=type(attention).__name__,
         load_s=time.perf_counter() - started,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        kv_address=pool.data_ptr,
+        fingerprint=fingerprint(spec),
     )
     return Worker(runner, info)
 

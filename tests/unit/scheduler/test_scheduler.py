@@ -350,8 +350,7 @@ def sample_first(source: PeerPrefill, num_cached_tokens: int = 0) -> None:
 
 def land(panel: Panel, source: PeerPrefill) -> None:
     sequence, pages = source.begun[0]
-    for position, token_id in enumerate(sequence.request.prompt_token_ids):
-        panel.worker.memory[pages.pages[position // 4] * 4 + position % 4] = token_id
+    panel.worker.store(pages.pages, 0, sequence.request.prompt_token_ids)
     source.pending.append(Landed(sequence))
 
 
@@ -462,6 +461,9 @@ class PeerSink:
     def sampled(self, sequence: Sequence, row: RowOutput) -> None:
         self.sequence = sequence
         self.first_tokens.append(row.token_ids)
+
+    def is_reading(self, sequence: Sequence) -> bool:
+        return False
 
     def news(self) -> list[SinkNews]:
         news, self.pending = self.pending, []

@@ -22,11 +22,12 @@ import zmq
 from starlette.applications import Starlette
 from tokenizers import decoders, models, pre_tokenizers
 
-from diptych.config import EngineConfig, ModelConfig, ServerConfig
+from diptych.config import EngineConfig, ModelConfig, ServerConfig, TransferConfig
 from diptych.core.channel import open_socket
 from diptych.metrics import ServerMetrics
-from diptych.server.app import HttpServer, create_app
+from diptych.server.app import create_app
 from diptych.server.client import EngineClient
+from diptych.server.listening import HttpServer
 from diptych.server.state import ServerState, load_text_tools
 
 
@@ -89,10 +90,13 @@ class World:
 
 
 @asynccontextmanager
-async def running_world(folder: Path, *, over_tcp: bool, **server: Any) -> AsyncIterator[World]:
+async def running_world(
+    folder: Path, *, over_tcp: bool, transfer: TransferConfig | None = None, **server: Any
+) -> AsyncIterator[World]:
     """A server on a fake engine. Args: over_tcp: behind uvicorn, else called directly. server: of ServerConfig."""
     config = EngineConfig(
         model=ModelConfig(model_path=str(folder)),
+        transfer=transfer or TransferConfig(),
         server=replace(ServerConfig(served_model_name="fake", log_requests=False), **server),
     )
     socket_folder = tempfile.TemporaryDirectory(prefix="dt-")
@@ -100,8 +104,11 @@ async def running_world(folder: Path, *, over_tcp: bool, **server: Any) -> Async
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     state = ServerState(config, ServerMetrics(config.server.metrics_prefix, "fake"))
     client = EngineClient(open_socket(context, endpoint, bind=True), on_load=state.metrics.note_load)
-    engine = fake_engine_module.FakeEngine(endpoint)
+    info = fake_engine_module.info_of(None if transfer is None else transfer.role)
+    engine = fake_engine_module.FakeEngine(endpoint, info=info)
     engine.start()
+    state.matchmaker.bind()
+    state.matchmaker.open()
     try:
         state.become_ready(client, await client.start(), load_text_tools(config))
         app = create_app(state)
@@ -110,7 +117,7 @@ async def running_world(folder: Path, *, over_tcp: bool, **server: Any) -> Async
             async with httpx.AsyncClient(base_url=url, timeout=10, transport=transport) as http_client:
                 yield World(engine, state, client, http_client, url)
     finally:
-        state.close()
+        await state.close()
         engine.stop()
         client.close()
         context.term()

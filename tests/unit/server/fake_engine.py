@@ -6,11 +6,14 @@ Runs on a thread of a test, or as a process: `python fake_engine.py --endpoint i
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 
+import msgspec
 import zmq
 
 from diptych.core.batch import FinishReason, TokenLogprobs
@@ -26,6 +29,7 @@ from diptych.core.messages import (
     FromEngine,
     GetLoad,
     Loading,
+    PeerFacts,
     Ready,
     Reply,
     RequestFailed,
@@ -33,8 +37,9 @@ from diptych.core.messages import (
     RequestOutputs,
     Stopped,
     ToEngine,
+    TransferLoad,
 )
-from diptych.core.request import Request
+from diptych.core.request import HandTo, Request
 
 EOS = 256
 INFO = EngineInfo(
@@ -54,6 +59,14 @@ INFO = EngineInfo(
 )
 
 
+def info_of(role: str | None) -> EngineInfo:
+    """What an engine of this role says of itself; None: one without peers."""
+    if role in (None, "unified"):
+        return INFO
+    peer = PeerFacts(role=role, instance_id=f"fake-{uuid.uuid4().hex}", address="127.0.0.1:9", fingerprint="f1")
+    return msgspec.structs.replace(INFO, peer=peer, fingerprint="f1", num_layers=2, num_kv_heads=1, head_dim=8)
+
+
 def echo(request: Request) -> list[int]:
     """The prompt, again and again, so that only the limit ends it."""
     prompt = request.prompt_token_ids
@@ -62,6 +75,8 @@ def echo(request: Request) -> list[int]:
 
 class FakeEngine:
     """Answers every request with `script(request)`, one token a step, then EOS unless the limit comes first.
+
+    What is to be handed over ends after its first token.
 
     step_s: pause between steps. is_holding: take requests, but say nothing. failure: refuse requests with
     (kind, message, param).
@@ -76,6 +91,7 @@ class FakeEngine:
         self.is_holding = False
         self.failure: tuple[str, str, str | None] | None = None
         self.is_idle_for_flush = True
+        self.transfer: TransferLoad | None = None
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.flushes = 0
@@ -157,6 +173,7 @@ class FakeEngine:
             cached_tokens_total=25,
             prefix_queries_total=100,
             generation_tokens_total=77,
+            transfer=self.transfer,
         )
 
     def _abort(self, request_ids: list[str]) -> None:
@@ -184,7 +201,7 @@ class FakeEngine:
         reason, matched = None, None
         if (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids:
             reason, matched = FinishReason.STOP, token
-        elif position + 1 >= sampling.max_tokens:
+        elif position + 1 >= sampling.max_tokens or isinstance(request.handoff, HandTo):
             reason = FinishReason.LENGTH
         is_first = position == 0
         prompt_logprobs = []
@@ -223,7 +240,7 @@ def main() -> int:
         return 1
     if "die-at-once" in config:
         return 7
-    engine = FakeEngine(arguments.endpoint)
+    engine = FakeEngine(arguments.endpoint, info=info_of(json.loads(config).get("transfer", {}).get("role")))
     engine.step_s = 0.02
     engine.run()
     return 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych.core.messages import EngineLoad
+from diptych.core.messages import EngineLoad, TransferLoad
 from diptych.metrics import RequestTimes, ServerMetrics
 
 LOAD = EngineLoad(
@@ -94,3 +95,53 @@ def test_an_empty_load_divides_by_nothing():
     metrics = ServerMetrics("sglang", "m")
     metrics.note_load(EngineLoad(timestamp=0.0))
     assert samples(metrics)["sglang:token_usage"] == 0
+
+
+TRANSFER = TransferLoad(
+    num_outgoing_rooms=5,
+    num_outgoing_waiting=2,
+    num_incoming_rooms=3,
+    writes_total=4,
+    bytes_sent_total=8_000_000,
+    descriptors_total=40,
+    transfer_s_total=0.02,
+    rooms_done_total=7,
+    failures_total={"EXPIRED": 2, "PEER_LOST": 1},
+)
+BOTH = {
+    "num_prefill_bootstrap_queue_reqs": 2, "num_prefill_inflight_queue_reqs": 3, "num_decode_transfer_queue_reqs": 3,
+    "kv_transfer_speed_gb_s": 0.4, "kv_transfer_latency_ms": 5.0, "kv_transfer_total_mb": 8.0,
+    "num_transfer_failed_reqs_total": 3, "num_bootstrap_failed_reqs_total": 2, "num_local_prefill_reqs_total": 1,
+}  # fmt: skip
+VLLM = {
+    "nixl_bytes_transferred_sum": 8_000_000, "nixl_bytes_transferred_count": 4, "nixl_num_descriptors_sum": 40,
+    "nixl_xfer_time_seconds_sum": 0.02, "nixl_num_kv_expired_reqs_total": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "expected"), [("vllm", {**BOTH, **VLLM}), ("sglang", BOTH)])
+def test_transfers_have_the_names_of_their_family(family, expected):
+    metrics = ServerMetrics(family, "m", engine_type="prefill")
+    metrics.note_load(msgspec.structs.replace(LOAD, transfer=TRANSFER))
+    metrics.note_missed_prefill(True)
+    metrics.note_missed_prefill(False)
+    found = samples(metrics)
+    assert {name: found[f"{family}:{name}"] for name in expected} == pytest.approx(expected)
+    text = metrics.render()[0].decode()
+    assert 'kv_transfer_failures_total{cause="EXPIRED"' in text
+    assert ('engine_type="prefill"' in text) == (family == "sglang")
+
+
+def test_an_engine_without_peers_has_no_transfers():
+    metrics = ServerMetrics("vllm", "m")
+    metrics.note_load(LOAD)
+    assert not [name for name in samples(metrics) if "transfer_" in name or "nixl" in name]
+
+
+def test_speed_is_that_of_the_latest_writes():
+    metrics = ServerMetrics("vllm", "m")
+    for totals in ((1, 1_000_000, 1.0), (2, 3_000_000, 1.001), (2, 3_000_000, 1.001)):
+        transfer = TransferLoad(writes_total=totals[0], bytes_sent_total=totals[1], transfer_s_total=totals[2])
+        metrics.note_load(msgspec.structs.replace(LOAD, transfer=transfer))
+    assert metrics.transfer_speed.gb_per_s == pytest.approx(2.0)
+    assert metrics.transfer_speed.latency_ms == pytest.approx(1.0)

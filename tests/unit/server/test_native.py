@@ -124,8 +124,9 @@ async def test_scoring_without_output(world):
 async def test_what_the_router_adds_is_ignored(world):
     extra = {
         "model": None, "log_metrics": True, "background": False, "no_logs": False, "return_bytes": False,
-        "return_entropy": False, "return_hidden_states": False, "bootstrap_host": "h", "bootstrap_port": None,
-        "bootstrap_room": 2**62, "image_data": None, "lora_path": None, "session_params": None,
+        "return_entropy": False, "return_hidden_states": False, "bootstrap_host": None, "bootstrap_port": None,
+        "bootstrap_room": None, "kv_transfer_params": None, "image_data": None, "lora_path": None,
+        "session_params": None,
     }  # fmt: skip
     assert (await generate(world, text="a", sampling_params={"max_new_tokens": 1}, **extra)).status_code == 200
 

@@ -343,7 +343,7 @@ async def test_nulls_and_unknown_keys_are_ignored(world):
         "temperature": None,
         "stop": None,
         "stream_options": None,
-        "bootstrap_room": 3,
+        "bootstrap_room": None,
         "log_metrics": True,
         "n": None,
     }

@@ -23,6 +23,7 @@ from diptych.transfer.control import (
     Heartbeat,
     Hello,
     HelloReply,
+    Joined,
     Leaving,
     PeerLoad,
     Quiesced,
@@ -43,8 +44,12 @@ PEER_BYTES = msgspec.msgpack.encode(PEER)
 HEAD = b"\x93\xa7diptych\x01\x92\xa1i"
 ROOM = b"\xa4room\x07"
 GOLDEN: list[tuple[ControlMessage, bytes]] = [
-    (Hello(PEER), b"\x82\xa4type\xa5Hello\xa8identity" + PEER_BYTES),
-    (HelloReply(PEER, "no"), b"\x83\xa4type\xaaHelloReply\xa8identity" + PEER_BYTES + b"\xa7refusal\xa2no"),
+    (Hello(PEER, 9), b"\x83\xa4type\xa5Hello\xa8identity" + PEER_BYTES + b"\xa5nonce\x09"),
+    (
+        HelloReply(PEER, "no", 9),
+        b"\x84\xa4type\xaaHelloReply\xa8identity" + PEER_BYTES + b"\xa7refusal\xa2no\xa5nonce\x09",
+    ),
+    (Joined(7, 2), b"\x83\xa4type\xa6Joined" + ROOM + b"\xaageneration\x02"),
     (
         FirstToken(room=7, token_id=300, cached_tokens=16),
         b"\x84\xa4type\xaaFirstToken" + ROOM + b"\xa8token_id\xcd\x01\x2c\xadcached_tokens\x10",

@@ -1,0 +1,96 @@
+// A whole decoder layer from the other kernels: between them is no Python, and intermediate results lie in memory that is
+// kept. Computes what the separate calls compute, to the bit.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+#include "norm.h"
+
+namespace diptych {
+namespace DIPTYCH_ISA {
+
+struct LayerCall {
+  const DecoderLayer& layer;
+  const AttentionLayer& attention;
+  const AttentionStep& step;
+  const Rotation& rotation;
+};
+
+struct Rows {
+  bfloat16* data;
+  int64_t stride;
+};
+
+// Rows of whole KiB are set apart a little further: the same columns of many rows would share one set of the cache.
+ALWAYS_INLINE int64_t padded_stride(int64_t size) { return size * 2 % 1024 == 0 ? size + 32 : size; }
+
+// Intermediate results of a layer over T tokens, carved from one allocation. `wide` holds what is between the two GEMMs of
+// either block, `normed` the input of the first.
+struct LayerBuffers {
+  Rows normed;
+  Rows projected;
+  Rows wide;
+  Rows added;
+
+  LayerBuffers(const LayerCall& call) {
+    const int64_t num_tokens = call.step.num_tokens;
+    const int64_t hidden = call.layer.input_norm->size;
+    const int64_t wide_size = larger(call.layer.down->in_features, call.layer.attention_output->in_features);
+    normed.stride = added.stride = padded_stride(hidden);
+    projected.stride = padded_stride(call.layer.query_key_value->num_outputs);
+    wide.stride = padded_stride(wide_size);
+    const int64_t per_token = normed.stride + added.stride + projected.stride + wide.stride;
+    const int64_t padding = 4 * 32;  // every part begins at a cache line
+    normed.data = static_cast<bfloat16*>(
+        thread_scratch(kScratchLayer, static_cast<size_t>(per_token * num_tokens + padding) * sizeof(bfloat16)));
+    projected.data = normed.data + round_up(normed.stride * num_tokens, 32);
+    wide.data = projected.data + round_up(projected.stride * num_tokens, 32);
+    added.data = wide.data + round_up(wide.stride * num_tokens, 32);
+  }
+};
+
+template <class Linear, class Attention>
+void attention_block(const LayerCall& call, const LayerBuffers& buffers, const Linear& linear,
+                     const Attention& attention) {
+  const AttentionLayer& shape = call.attention;
+  const int64_t num_tokens = call.step.num_tokens, size = shape.head_dim;
+  const Rows projected = buffers.projected, wide = buffers.wide;
+  linear(*call.layer.query_key_value, buffers.normed.data, projected.data, num_tokens, buffers.normed.stride,
+         projected.stride);
+  norm_and_rotate_heads(projected.data, static_cast<const bfloat16*>(call.rotation.cos),
+                        static_cast<const bfloat16*>(call.rotation.signed_sin), *call.layer.head_norm, num_tokens,
+                        static_cast<int64_t>(shape.num_heads) + shape.num_kv_heads, projected.stride);
+  const bfloat16* key = projected.data + shape.num_heads * size;
+  const AttentionTensors tensors = {
+      projected.data,   key,              key + shape.num_kv_heads * size, wide.data,
+      projected.stride, projected.stride, projected.stride,                wide.stride,
+  };
+  attention(shape, call.step, tensors);
+  linear(*call.layer.attention_output, wide.data, buffers.added.data, num_tokens, wide.stride, buffers.added.stride);
+}
+
+// hidden += block's output, normalised if the layer has a norm for it.
+ALWAYS_INLINE void add_block(const NormWeights* norm, Rows hidden, Rows added, int64_t size, int64_t num_tokens) {
+  if (norm != nullptr)
+    add_normalized_rows(hidden.data, added.data, *norm, num_tokens, hidden.stride, added.stride);
+  else
+    add_rows(hidden.data, added.data, size, num_tokens, hidden.stride, added.stride);
+}
+
+template <class Linear, class Attention>
+void decoder_layer(const LayerCall& call, Rows hidden, const Linear& linear, const Attention& attention) {
+  const LayerBuffers buffers(call);
+  const DecoderLayer& layer = call.layer;
+  const int64_t num_tokens = call.step.num_tokens, size = layer.input_norm->size;
+  const Rows normed = buffers.normed, wide = buffers.wide, added = buffers.added;
+  rms_norm_rows(normed.data, hidden.data, *layer.input_norm, num_tokens, normed.stride, hidden.stride);
+  attention_block(call, buffers, linear, attention);
+  add_block(layer.post_attention_norm, hidden, added, size, num_tokens);
+  rms_norm_rows(normed.data, hidden.data, *layer.mlp_norm, num_tokens, normed.stride, hidden.stride);
+  linear(*layer.gate_up, normed.data, wide.data, num_tokens, normed.stride, wide.stride);
+  linear(*layer.down, wide.data, added.data, num_tokens, wide.stride, added.stride);
+  add_block(layer.post_mlp_norm, hidden, added, size, num_tokens);
+}
+
+}  // namespace DIPTYCH_ISA
+}  // namespace diptych

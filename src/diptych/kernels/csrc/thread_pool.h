@@ -1,0 +1,36 @@
+// One pool of threads for every kernel. The caller works too; helpers spin briefly between jobs and then sleep, so that
+// engines that share cores do not take them from each other while idle.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace diptych {
+
+using RangeFunction = void (*)(void* context, int64_t begin, int64_t end);
+
+// Runs `function` over 0..count in pieces of `grain`, claimed one by one; returns when all are done. Pieces may run in any
+// order on any thread, so a piece's result must not depend on which.
+void run_ranges(int64_t count, int64_t grain, RangeFunction function, void* context);
+
+// Number of threads that share a job, the caller included.
+int num_threads();
+
+// Sets that number. cpus: one core number a thread to pin helpers to (the caller is never pinned), or null.
+void set_num_threads(int count, const int32_t* cpus);
+
+// Memory of the calling thread, 64-byte aligned, undefined contents, valid until its next call with the same slot.
+void* thread_scratch(int slot, size_t nbytes);
+
+// Slots of thread_scratch, one a purpose, so that callers of callers do not collide.
+enum ScratchSlot { kScratchCaller = 0, kScratchWorker = 1, kScratchLayer = 2, kNumScratchSlots = 3 };
+
+template <class Body>
+void parallel_for(int64_t count, int64_t grain, const Body& body) {
+  run_ranges(
+      count, grain,
+      [](void* context, int64_t begin, int64_t end) { (*static_cast<const Body*>(context))(begin, end); },
+      const_cast<Body*>(&body));
+}
+
+}  // namespace diptych

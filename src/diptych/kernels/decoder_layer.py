@@ -1,0 +1,110 @@
+"""A whole decoder layer in one call: what its parts compute, without Python and fresh memory between them.
+
+T = tokens of the step, D = head_dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from diptych.kernels.attention import PagedAttention, StepShape
+from diptych.kernels.library import kernels
+from diptych.kernels.linear import PackedLinear
+from diptych.kernels.norm import FusedHeads, FusedNorm
+
+
+class _Layer(ctypes.Structure):
+    """DecoderLayer of csrc/abi.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in (
+            "input_norm",
+            "query_key_value",
+            "head_norm",
+            "attention_output",
+            "post_attention_norm",
+            "mlp_norm",
+            "gate_up",
+            "down",
+            "post_mlp_norm",
+        )
+    )
+
+
+class _Rotation(ctypes.Structure):
+    """Rotation of csrc/abi.h."""
+
+    _fields_ = (("cos", ctypes.c_void_p), ("signed_sin", ctypes.c_void_p))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """What a layer is made of, each part packed.
+
+    post_attention_norm, post_mlp_norm: what a block's output is normalised with before it is added; None where it is
+    added as it is.
+    """
+
+    input_norm: FusedNorm
+    query_key_value: PackedLinear
+    heads: FusedHeads
+    attention_output: PackedLinear
+    post_attention_norm: FusedNorm | None = None
+    mlp_norm: FusedNorm
+    gate_up: PackedLinear
+    down: PackedLinear
+    post_mlp_norm: FusedNorm | None = None
+
+    @property
+    def has_whole_tiles(self) -> bool:
+        """Whether no GEMM's input needs padding, as a layer in one call must have it."""
+        linears = (self.query_key_value, self.attention_output, self.gate_up, self.down)
+        return all(linear.in_features == linear.padded_inputs for linear in linears)
+
+
+class FusedLayer:
+    """A decoder layer of `parts`, in bfloat16. `parts.has_whole_tiles` must hold."""
+
+    def __init__(self, parts: LayerParts) -> None:
+        library = kernels()
+        assert library is not None and parts.has_whole_tiles, "such a layer has no kernel"
+        self._library = library
+        self._parts = parts
+        after_attention, after_mlp = parts.post_attention_norm, parts.post_mlp_norm
+        self._layer = _Layer(
+            input_norm=parts.input_norm.address,
+            query_key_value=parts.query_key_value.address,
+            head_norm=parts.heads.address,
+            attention_output=parts.attention_output.address,
+            post_attention_norm=None if after_attention is None else after_attention.address,
+            mlp_norm=parts.mlp_norm.address,
+            gate_up=parts.gate_up.address,
+            down=parts.down.address,
+            post_mlp_norm=None if after_mlp is None else after_mlp.address,
+        )
+        self._address = ctypes.addressof(self._layer)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        *,
+        attention: PagedAttention,
+        shape: StepShape,
+    ) -> torch.Tensor:
+        """The residual stream [T, hidden] after this layer, in place. cos, signed_sin: [T, 1, D], contiguous."""
+        rotation = _Rotation(cos.data_ptr(), signed_sin.data_ptr())
+        self._library.decoder_layer(
+            self._address,
+            attention.address,
+            shape.address,
+            ctypes.addressof(rotation),
+            hidden.data_ptr(),
+            hidden.stride(0),
+        )
+        return hidden

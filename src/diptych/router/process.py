@@ -1,0 +1,114 @@
+"""The router's process, from start to exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Generator
+
+import uvicorn
+import uvloop
+
+from diptych.errors import ConfigError
+from diptych.router.app import create_app
+from diptych.router.config import RouterConfig
+from diptych.router.state import RouterState
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+_CONNECTION_GRACE_S = 3
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def route(config: RouterConfig) -> int:
+    """Route until SIGTERM or Ctrl-C. Returns the exit status. Raises: ConfigError if the port is taken."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        listener = socket.create_server((config.host, config.port), family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error}; stop what uses it, or choose another --port"
+        ) from error
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(_Routing(config, listener).run())
+        finally:
+            for number in _STOP_SIGNALS:  # all is stopped: an impatient Ctrl-C must not change the exit status
+                signal.signal(number, signal.SIG_IGN)
+
+
+class RouterServer(uvicorn.Server):
+    """uvicorn without its signal handlers: `_Routing` decides who may stop when."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def http_server(state: RouterState) -> RouterServer:
+    """The HTTP server over an opened `state`."""
+    return RouterServer(
+        uvicorn.Config(
+            create_app(state),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_CONNECTION_GRACE_S,
+        )
+    )
+
+
+class _Routing:
+    """One run of the router."""
+
+    def __init__(self, config: RouterConfig, listener: socket.socket) -> None:
+        self._config = config
+        self._listener = listener
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self) -> int:
+        """Route, drain, stop."""
+        loop = asyncio.get_running_loop()
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        async with RouterState(self._config) as state:
+            http = http_server(state)
+            serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+            try:
+                print(self._banner(), flush=True)
+                await self._stop.wait()
+                state.is_draining = True
+                await self._drain(state)
+            finally:
+                http.should_exit = True
+                http.force_exit = self._stop_now.is_set()
+                await serving
+        return 0
+
+    def _banner(self) -> str:
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        names = ", ".join(engine.url for engine in self._config.engines) or "no engine yet (POST /workers adds one)"
+        return f"routing at http://{host}:{self._listener.getsockname()[1]} to {names}"
+
+    async def _drain(self, state: RouterState) -> None:
+        logger.info("shutting down: %d requests get up to %g s", state.num_open, self._config.drain_timeout)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_timeout):
+                while state.num_open and not self._stop_now.is_set():
+                    await asyncio.sleep(0.05)
+
+    def _on_signal(self) -> None:
+        """The first asks for a drain, the second for an end."""
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()

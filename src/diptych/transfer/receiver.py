@@ -1,0 +1,427 @@
+"""The decode side: asks prefill engines for prompts, and follows their pages until they have landed. A PrefillSource.
+
+Owns the rooms that peers fill, and with them the pages in which a write may still land. Engine thread; knows no sockets
+and no tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from diptych import errors
+from diptych.core.batch import RowOutput, TokenLogprobs
+from diptych.core.request import TakeFrom
+from diptych.core.sequence import Sequence
+from diptych.errors import DiptychError, PeerIncompatible, PeerLost, RequestError, TransferError, TransferExpired
+from diptych.kv.cache import SequencePages
+from diptych.scheduler.ports import Begin, GaveUp, Landed, SourceNews
+from diptych.scheduler.ports import FirstToken as FirstTokenNews
+from diptych.transfer.control import Cancel, Failed, FirstToken, HelloReply
+from diptych.transfer.extension import MAX_ROOM, ForeignFrame, PrefillRequest, RoomExtension
+from diptych.transfer.landing import Landing
+from diptych.transfer.peers import Peer, PeerBook
+from diptych.transfer.ports import HingeLimits, Mover, Network, Site
+from diptych.transfer.rooms import RoomTable
+from diptych.transfer.state import Event, Transfer
+from diptych.transfer.wire import (
+    Registration,
+    TransferInfo,
+    decode_notification,
+    encode_registration,
+    encode_transfer_info,
+)
+
+logger = logging.getLogger(__name__)
+
+# Seconds until a transfer info is repeated: unanswered, and answered. A room that the peer calls over fails after the
+# grace.
+FIRST_NUDGE_S = 1.0
+NUDGE_S = 5.0
+QUIESCED_GRACE_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """One room that a peer fills for us.
+
+    info: repeated until the peer has answered, and now and then afterwards. is_joined: it has. is_quiesced: it says
+    that no more comes. kept_pages: in quarantine, once the sequence went on without them. is_told: the scheduler has
+    been given the first token; is_settled: it has been told how the transfer ended.
+    """
+
+    transfer: Transfer
+    sequence: Sequence
+    peer: Peer
+    handoff_slot: int
+    generation: int
+    landing: Landing
+    info: list[bytes]
+    deadline: float
+    next_nudge: float
+    is_joined: bool = False
+    is_quiesced: bool = False
+    kept_pages: list[int] = field(default_factory=list)
+    is_told: bool = False
+    is_settled: bool = False
+
+    @property
+    def room(self) -> int:
+        """Its number."""
+        return self.transfer.room
+
+
+class Receiver:
+    """Rooms that peers fill for this engine.
+
+    Args: site: this rank. peers: shared with the sender. network, mover: the outside. rng: makes room numbers. now:
+    seconds; the hinge sets it before anything else is called.
+    """
+
+    def __init__(
+        self, site: Site, peers: PeerBook, *, network: Network, mover: Mover, limits: HingeLimits, rng: random.Random
+    ) -> None:
+        self.rooms: RoomTable[Incoming] = RoomTable(limits.max_rooms, max_tombstones=4 * limits.max_rooms)
+        self.failures: Counter[str] = Counter()
+        self.num_done = 0
+        self.num_foreign_notifications = 0
+        self.now = 0.0
+        self.wall_clock = 0.0
+        self._site = site
+        self._peers = peers
+        self._network = network
+        self._mover = mover
+        self._limits = limits
+        self._rng = rng
+        self._by_sequence: dict[Sequence, Incoming] = {}
+        self._tried: set[Sequence] = set()
+        self._registered_with: set[Peer] = set()
+        self._news: list[SourceNews] = []
+        self._freed: list[int] = []
+
+    # ------------------------------------------------------------------ PrefillSource
+
+    def begin(self, sequence: Sequence, pages: SequencePages) -> Begin:
+        handoff = sequence.request.handoff
+        if not isinstance(handoff, TakeFrom) or sequence in self._tried or sequence.num_output_tokens:
+            return Begin.HERE
+        num_cached = pages.num_leased * self._site.layout.page_size
+        num_to_compute = sequence.num_prompt_tokens - num_cached
+        if handoff.room is None and num_to_compute <= self._limits.local_prefill_tokens:
+            return Begin.HERE
+        peer = self._peers.meet(handoff.address, handoff.instance_id, self.now)
+        if not peer.is_usable:
+            self._tried.add(sequence)
+            if self._limits.allow_local_prefill:
+                return Begin.HERE
+            self._fail_unbegun(sequence, peer)
+            return Begin.ELSEWHERE
+        slot = self._site.handoff_slots.allocate() if self.rooms.num_free else None
+        if slot is None:
+            # Rooms that drain may hold theirs for long; then it is not worth waiting.
+            will_free = any(incoming.transfer.is_live for _, incoming in self.rooms)
+            return Begin.LATER if will_free or not self._limits.allow_local_prefill else Begin.HERE
+        self._request(sequence, pages, peer, slot, num_cached)
+        return Begin.ELSEWHERE
+
+    def _fail_unbegun(self, sequence: Sequence, peer: Peer) -> None:
+        """There is no peer and no prompt may be computed here: it fails before anything has begun."""
+        if peer.refusal:
+            error: TransferError = PeerIncompatible(peer.refusal)
+        else:
+            error = PeerLost(f"prefill engine {peer.address} is {peer.state.name.lower()}; try again")
+        self._news.append(GaveUp(sequence, error))
+
+    def _request(self, sequence: Sequence, pages: SequencePages, peer: Peer, slot: int, num_cached: int) -> None:
+        handoff = sequence.request.handoff
+        assert isinstance(handoff, TakeFrom)
+        room = self._rng.getrandbits(63) & MAX_ROOM if handoff.room is None else handoff.room
+        destination = pages.pages[pages.num_leased :]
+        generation = self._rng.getrandbits(31)
+        prompt = PrefillRequest.of(sequence.request, self.wall_clock) if handoff.room is None else None
+        extension = RoomExtension(
+            instance_id=self._site.instance_id,
+            to_instance=peer.instance_id,
+            generation=generation,
+            num_cached_tokens=num_cached,
+            prompt=prompt,
+        )
+        incoming = Incoming(
+            transfer=Transfer(room, tuple(destination)),
+            sequence=sequence,
+            peer=peer,
+            handoff_slot=slot,
+            generation=generation,
+            # A writer sends a chunk for at least one token.
+            landing=Landing([0], max_chunks=sequence.num_prompt_tokens),
+            info=self._transfer_info(room, destination, slot, extension),
+            deadline=self.now + self._limits.transfer_timeout,
+            next_nudge=self.now + FIRST_NUDGE_S,
+        )
+        try:
+            self.rooms.open(room, incoming)
+        except DiptychError as error:
+            self._site.handoff_slots.free(slot)
+            self._news.append(GaveUp(sequence, error))
+            return
+        self._by_sequence[sequence] = incoming
+        if peer not in self._registered_with:
+            self._register_with(peer)
+        self._network.send(peer.address, incoming.info)
+        self._mover.expect(True)
+
+    def _transfer_info(self, room: int, pages: list[int], slot: int, extension: RoomExtension) -> list[bytes]:
+        return encode_transfer_info(
+            TransferInfo(
+                room=room,
+                endpoint=self._site.endpoint,
+                port=self._site.port,
+                agent_name=self._site.agent_name,
+                dst_pages=np.array(pages, dtype=np.int32),
+                aux_slot=slot,
+                num_readers=1,
+                extension=extension,
+            )
+        )
+
+    def _register_with(self, peer: Peer) -> None:
+        """Introduce ourselves; once to each instance, unless it does not answer."""
+        self._registered_with.add(peer)
+        message = Registration(
+            endpoint=self._site.endpoint,
+            port=self._site.port,
+            agent_name=self._site.agent_name,
+            agent_metadata=self._site.agent_metadata,
+            kv_addresses=(self._site.kv_base,),
+            aux_addresses=self._site.handoff_layout.addresses(self._site.handoff_base),
+            gpu_id=0,
+            extension=self._site.identity,
+        )
+        self._network.send(peer.address, encode_registration(message))
+
+    def news(self) -> list[SourceNews]:
+        news, self._news = self._news, []
+        return news
+
+    def keep(self, sequence: Sequence, pages: list[int]) -> None:
+        incoming = self._by_sequence.pop(sequence)
+        if incoming.transfer.owns_pages:
+            incoming.kept_pages = pages
+        else:
+            self._freed += pages
+
+    def freed_pages(self) -> list[int]:
+        freed, self._freed = self._freed, []
+        return freed
+
+    def cancel(self, sequence: Sequence) -> None:
+        incoming = self._by_sequence.get(sequence)
+        if incoming is not None and incoming.transfer.is_live:
+            incoming.transfer.on(Event.CANCELLED)
+            self._send_cancel(incoming)
+
+    # ------------------------------------------------------------------ what peers say
+
+    def on_hello_reply(self, message: HelloReply, now: float) -> None:
+        """A prefill engine answers our registration: it may be another instance than we thought, or refuse us."""
+        identity = message.identity
+        self._peers.answered(message.nonce, identity.instance_id)
+        peer = self._peers.find(identity.instance_id)
+        if peer is None:
+            return
+        peer.identity, peer.refusal = identity, message.refusal
+        if message.refusal:
+            logger.error("prefill engine %s refuses us: %s", peer.address, message.refusal)
+            for incoming in self._rooms_of(peer):
+                self._fail(incoming, Event.REJECTED, PeerIncompatible(message.refusal))
+
+    def on_first_token(self, message: FirstToken) -> None:
+        """The peer has sampled: the client need not wait for the KV."""
+        incoming = self._current(message.room, message.generation)
+        if incoming is None or not incoming.transfer.is_live:
+            return
+        logprobs = [] if message.logprobs is None else [message.logprobs]
+        self._tell(incoming, message.token_id, logprobs, message.prompt_logprobs, message.cached_tokens)
+
+    def on_failed(self, message: Failed) -> None:
+        """The peer will not deliver."""
+        incoming = self._current(message.room, message.generation)
+        if incoming is None:
+            return
+        error = _error_of(message)
+        event = Event.ERRORED if message.has_posted else Event.REJECTED
+        self._fail(incoming, event, error)
+
+    def on_joined(self, room: int, generation: int) -> None:
+        """The peer knows the room."""
+        incoming = self._current(room, generation)
+        if incoming is not None:
+            incoming.is_joined = True
+            incoming.next_nudge = self.now + NUDGE_S
+
+    def on_quiesced(self, room: int, generation: int) -> None:
+        """Nothing more comes. Notifications of what was written may still be on their way, unless it is given up."""
+        incoming = self._current(room, generation)
+        if incoming is None:
+            return
+        if incoming.transfer.is_live:
+            incoming.is_quiesced = True
+            incoming.deadline = min(incoming.deadline, self.now + QUIESCED_GRACE_S)
+        else:
+            incoming.transfer.on(Event.QUIESCED)
+            self._settle(incoming)
+
+    def on_notified(self, name: bytes) -> None:
+        """A write has landed."""
+        try:
+            notification = decode_notification(name)
+            incoming = self.rooms.find(notification.room)
+            if incoming is None:
+                return
+            incoming.landing.add(notification)
+        except ForeignFrame as error:
+            self.num_foreign_notifications += 1
+            logger.warning("dropped a notification: %s", error)
+            return
+        if incoming.transfer.expects(Event.STARTED):
+            incoming.transfer.on(Event.STARTED)
+        if incoming.landing.is_complete:
+            self._land(incoming)
+
+    def _land(self, incoming: Incoming) -> None:
+        if incoming.transfer.is_live:
+            if not incoming.is_told:
+                self._tell_from_handoff(incoming)
+            incoming.transfer.on(Event.LANDED)
+            self.num_done += 1
+            self._news.append(Landed(incoming.sequence))
+            incoming.is_settled = True
+            self._tried.add(incoming.sequence)
+        else:
+            incoming.transfer.on(Event.LANDED)
+        self._settle(incoming)
+
+    def _tell_from_handoff(self, incoming: Incoming) -> None:
+        """The FirstToken message was lost or is late; the row says the same."""
+        sampling = incoming.sequence.request.sampling
+        handoff = self._site.handoff_rows.unpack(incoming.handoff_slot, num_top_logprobs=sampling.logprobs)
+        logprobs = [handoff.logprobs] if handoff.logprobs is not None and sampling.logprobs is not None else []
+        self._tell(incoming, handoff.token_id, logprobs, [], handoff.num_cached_tokens)
+
+    def _tell(
+        self,
+        incoming: Incoming,
+        token_id: int,
+        logprobs: list[TokenLogprobs],
+        prompt_logprobs: list[TokenLogprobs],
+        num_cached_tokens: int,
+    ) -> None:
+        if not incoming.is_told:
+            incoming.is_told = True
+            row = RowOutput([token_id], logprobs, prompt_logprobs)
+            self._news.append(FirstTokenNews(incoming.sequence, row, num_cached_tokens))
+
+    # ------------------------------------------------------------------ ends
+
+    def lose(self, peer: Peer, *, is_dead: bool) -> None:
+        """A peer is silent, or dead: its rooms end; if it is dead no write can land any more."""
+        for incoming in self._rooms_of(peer):
+            if incoming.transfer.is_live:
+                self._fail(incoming, Event.PEER_LOST, PeerLost(f"prefill engine {peer.address} is lost"))
+            if is_dead and incoming.transfer.owns_pages:
+                incoming.transfer.on(Event.QUIESCED)
+                self._settle(incoming)
+        if is_dead:
+            self._registered_with.discard(peer)
+
+    def welcome_back(self, peer: Peer) -> None:
+        """A peer that was silent is heard again: ask once more for the end of what was given up meanwhile."""
+        for incoming in self._rooms_of(peer):
+            if not incoming.transfer.is_live:
+                self._send_cancel(incoming)
+
+    def expire(self) -> None:
+        """Remind peers of rooms that they do not answer, give up those whose deadline has passed."""
+        for room, incoming in self.rooms:
+            if incoming.transfer.is_live and self.now >= incoming.deadline:
+                self._fail(incoming, Event.EXPIRED, TransferExpired(f"room {room}: not all of it landed in time"))
+            elif self.now >= incoming.next_nudge:
+                self._nudge(incoming)
+
+    def _nudge(self, incoming: Incoming) -> None:
+        """Say again what we want: the peer may not have heard it, or its answer was lost."""
+        incoming.next_nudge = self.now + (NUDGE_S if incoming.is_joined else FIRST_NUDGE_S)
+        if not incoming.transfer.is_live:
+            self._send_cancel(incoming)
+            return
+        if not incoming.is_joined:
+            self._register_with(incoming.peer)
+        self._network.send(incoming.peer.address, incoming.info)
+
+    def _fail(self, incoming: Incoming, event: Event, error: DiptychError) -> None:
+        """Give up a room. The sequence goes on without it at once; its pages may have to wait."""
+        if not incoming.transfer.is_live:
+            if incoming.transfer.expects(event):
+                incoming.transfer.on(event)
+            self._settle(incoming)
+            return
+        if event is Event.REJECTED and not incoming.transfer.expects(event):
+            event = Event.ERRORED  # the peer says that it posted nothing, but something has landed
+        incoming.transfer.on(event)
+        if incoming.is_quiesced:
+            incoming.transfer.on(Event.QUIESCED)
+        self.failures[event.name] += 1
+        logger.warning("room %d: %s", incoming.room, error, extra={"request_id": incoming.sequence.request_id})
+        if incoming.transfer.owns_pages:
+            incoming.next_nudge = self.now + FIRST_NUDGE_S
+            self._send_cancel(incoming)
+        self._go_on(incoming, error)
+        self._settle(incoming)
+
+    def _go_on(self, incoming: Incoming, error: DiptychError) -> None:
+        """Hand the sequence back: its prompt is computed here, unless the request itself was at fault."""
+        is_final = isinstance(error, RequestError) or not self._limits.allow_local_prefill
+        self._tried.add(incoming.sequence)
+        incoming.is_settled = True
+        self._news.append(
+            GaveUp(incoming.sequence, error if is_final else None, keeps_pages=incoming.transfer.owns_pages)
+        )
+
+    def _settle(self, incoming: Incoming) -> None:
+        """Close a room in which nothing can land any more."""
+        if incoming.transfer.owns_pages or self.rooms.peek(incoming.room) is not incoming:
+            return
+        self.rooms.close(incoming.room)
+        self._site.handoff_slots.free(incoming.handoff_slot)
+        self._freed += incoming.kept_pages
+        incoming.kept_pages = []
+        if not incoming.is_settled:  # cancelled: the scheduler waits for its pages
+            incoming.is_settled = True
+            self._news.append(GaveUp(incoming.sequence))
+        if not len(self.rooms):
+            self._mover.expect(False)
+
+    def _send_cancel(self, incoming: Incoming) -> None:
+        self._peers.send(incoming.peer, Cancel(incoming.room, incoming.generation))
+
+    def _rooms_of(self, peer: Peer) -> list[Incoming]:
+        return [incoming for _, incoming in self.rooms if incoming.peer is peer]
+
+    def _current(self, room: int, generation: int) -> Incoming | None:
+        incoming = self.rooms.find(room)
+        return incoming if incoming is not None and incoming.generation == generation else None
+
+
+def _error_of(message: Failed) -> DiptychError:
+    """The peer's error as one of ours; an unknown kind is a TransferError."""
+    kinds = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type)}
+    cls = kinds.get(message.kind)
+    if cls is None or not issubclass(cls, DiptychError):
+        cls = TransferError
+    if issubclass(cls, RequestError):
+        return cls(message.message, message.param)
+    return cls(message.message)

@@ -1,0 +1,136 @@
+"""The control network over ZMQ: one PULL that everybody pushes to, one PUSH for each address that we write to.
+
+Without a cluster key sockets stay on loopback addresses. With one they speak CURVE: all engines share a key pair
+derived from it, so whoever lacks it can neither connect nor read. Engine thread; never imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+from ipaddress import ip_address
+
+import zmq
+from zmq.utils import z85
+
+from diptych.errors import ConfigError
+from diptych.transfer.extension import MAX_EXTENSION_NBYTES
+from diptych.transfer.wire import MAX_FRAMES
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_MESSAGES = 10_000
+RECONNECT_MS = 100
+MAX_RECONNECT_MS = 1000
+PROBE_S = 0.05
+
+
+class ZmqNetwork:
+    """The real `Network`. Args: host, port: where to listen; port 0 takes a free one. cluster_key: see above.
+
+    Raises ConfigError if the address cannot be had, or is not a loopback one and there is no cluster key.
+    """
+
+    def __init__(self, host: str, port: int, *, cluster_key: str | None) -> None:
+        if cluster_key is None and not is_loopback(host):
+            raise ConfigError(
+                f"peer_host is {host}, which others can reach: set cluster_key, or use a loopback address"
+            )
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._keys = None if cluster_key is None else _key_pair(cluster_key)
+        self._outboxes: dict[str, zmq.Socket[bytes]] = {}
+        self.inbox = self._socket(zmq.PULL)
+        if self._keys is not None:
+            self.inbox.curve_server = True
+        try:
+            self.inbox.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen for peers on {host}:{port}: {error}; choose another peer_port") from error
+        self.port = int(self.inbox.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def send(self, address: str, frames: list[bytes]) -> None:
+        outbox = self._outboxes.get(address)
+        if outbox is None:
+            outbox = self._outboxes[address] = self._connect(address)
+        try:
+            outbox.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            logger.debug("dropped a message to %s, which does not read", address)
+
+    def receive(self) -> list[list[bytes]]:
+        messages = []
+        while (message := self._receive_one()) is not None:
+            messages.append(message)
+        return messages
+
+    def is_refused(self, address: str) -> bool:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=PROBE_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False  # no answer proves nothing
+        return False
+
+    def forget(self, address: str) -> None:
+        outbox = self._outboxes.pop(address, None)
+        if outbox is not None:
+            outbox.close(linger=0)
+
+    def close(self) -> None:
+        """Close every socket; what was not sent gets a moment to leave."""
+        for outbox in self._outboxes.values():
+            outbox.close(linger=200)
+        self._outboxes.clear()
+        self.inbox.close(linger=0)
+        self._context.term()
+
+    def _receive_one(self) -> list[bytes] | None:
+        """One message, cut off after as many frames as any of ours has (the rest is read and thrown away)."""
+        try:
+            frames = [self.inbox.recv(zmq.NOBLOCK)]
+        except zmq.Again:
+            return None
+        while self.inbox.getsockopt(zmq.RCVMORE):
+            frame = self.inbox.recv()
+            if len(frames) <= MAX_FRAMES:
+                frames.append(frame)
+        return frames
+
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        outbox = self._socket(zmq.PUSH)
+        outbox.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        outbox.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+        if self._keys is not None:
+            outbox.curve_serverkey = self._keys[0]
+        outbox.connect(f"tcp://{address}")
+        return outbox
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        created = self._context.socket(kind)
+        created.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        created.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+        created.setsockopt(zmq.MAXMSGSIZE, MAX_EXTENSION_NBYTES)
+        created.setsockopt(zmq.LINGER, 0)
+        if self._keys is not None:
+            created.curve_publickey, created.curve_secretkey = self._keys
+        return created
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _key_pair(cluster_key: str) -> tuple[bytes, bytes]:
+    """CURVE key pair (public, secret) of a cluster: the secret is a slow hash of its key."""
+    secret = z85.encode(hashlib.scrypt(cluster_key.encode(), salt=b"diptych cluster key", n=2**14, r=8, p=1, dklen=32))
+    return zmq.curve_public(secret), secret
