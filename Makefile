@@ -12,7 +12,7 @@ ARGS ?=
 .DEFAULT_GOAL := serve
 
 serve: .venv/demo.stamp
-	$(BIN)/diptych serve $(ARGS)
+	$(BIN)/diptych pd $(ARGS)
 
 test: .venv/test.stamp
 	scripts/test $(ARGS)

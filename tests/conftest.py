@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from diptych import env
+
 
 @pytest.fixture(autouse=True)
 def _no_keys_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +19,10 @@ def _no_keys_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder that Diptych uses in this test."""
     folder = tmp_path / "cache"
+    compiled = env.cache_dir() / "kernels"  # shared with it: compiling them takes half a minute
+    compiled.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
+    (folder / "kernels").symlink_to(compiled)
     monkeypatch.setenv("DIPTYCH_CACHE_DIR", str(folder))
     return folder
 

@@ -11,6 +11,7 @@ FLAGS = [
     "--tokenizer-path",
     "--load-format",
     "--dtype",
+    "--quantization",
     "--max-model-len",
     "--device",
     "--num-threads",

@@ -25,6 +25,7 @@ def check(report: dict) -> None:
     assert report["wrong"] == []
     assert report["outcomes"]["finished"] > 100
     assert report["outcomes"]["disconnected"] > 50
+    assert report["outcomes"]["aborted"] > 10
 
 
 @pytest.mark.timeout(300)

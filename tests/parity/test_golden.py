@@ -28,6 +28,7 @@ NUM_NEW_TOKENS = 48
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
 CASES = {case["name"]: case for case in json.loads((FOLDER / "golden.json").read_text())["cases"]}
 SHORT = [name for name, case in CASES.items() if len(case["prompt"]) <= 110]
+BFLOAT16 = ["bos", "story-16", "story-33", "code", "unicode", "chat"]
 ONE_BY_ONE = ["bos", "story-16", "unicode", "chat", "story-512"]
 # float32 sums in another order differ in the sixth digit: logits closer than this are a tie, and golden.json has none.
 TIE = 1e-3
@@ -145,14 +146,18 @@ def test_expected_tokens_are_those_of_the_transformers_installed():
 @pytest.mark.filterwarnings("default")
 @pytest.mark.timeout(300)
 def test_bfloat16():
-    """Each token is transformers' own in bfloat16, or as good as: logits there have 8 bits, so that ties are common."""
+    """Each token is transformers' own in bfloat16, or tied with it: logits there have 8 bits, so that ties are common.
+
+    A logit between 16 and 32 moves in steps of an eighth, and what is summed in another order may end one step away.
+    """
     with start(dtype="bfloat16") as llm:
-        completions = llm.generate([CASES[name]["prompt"] for name in SHORT], GREEDY)
+        completions = llm.generate(
+            [CASES[name]["prompt"] for name in BFLOAT16], SamplingParams(temperature=0.0, max_tokens=24)
+        )
     found = [gap for done in completions for gap in gaps(torch.bfloat16, done.prompt_token_ids, done.token_ids)]
-    print(f"bfloat16: {sum(gap == 0 for gap in found)} of {len(found)} tokens are transformers', worst {max(found)}")
-    print(sorted(gap for gap in found if gap > 0))
+    assert len(found) == 24 * len(BFLOAT16)
     assert sum(gap == 0 for gap in found) >= 0.95 * len(found)
-    assert max(found) <= 0.5
+    assert max(found) <= 0.25
 
 
 def save_tiny(case: str, folder: Path) -> PreTrainedModel:

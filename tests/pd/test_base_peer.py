@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from base_peer import BasePeer, Shape
-from conftest import EngineUnderTest, request
+from engines import EngineUnderTest, request
 from layered_engine import HEAD_DIM, NUM_HEADS, NUM_LAYERS, elements, logprobs_of
 from toy_engine import VOCAB
 

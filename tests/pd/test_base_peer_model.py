@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from base_peer import BasePeer, Shape
-from conftest import EngineUnderTest, request
+from engines import EngineUnderTest, request
 from numpy.typing import NDArray
 
 from diptych.config import CacheConfig, EngineConfig, ModelConfig, TransferConfig

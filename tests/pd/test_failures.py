@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import EngineUnderTest, request
+from engines import EngineUnderTest, request
 from toy_engine import EOS, VOCAB
 
 from diptych.core.batch import FinishReason
+from diptych.core.messages import Drain
 from diptych.core.request import HandTo, Request, TakeFrom
 from diptych.engine.toy import expected_output
 
@@ -235,6 +236,36 @@ def test_decode_freezes_and_thaws(start_engine: Start) -> None:
     check(decode, sent)
     decode.wait_at_rest()
     serve_next(decode, prefill)
+
+
+@pytest.mark.parametrize("frozen", ["prefill", "decode"])
+def test_a_frozen_peer_does_not_keep_the_other_from_ending(start_engine: Start, frozen: str) -> None:
+    prefill = start_engine("prefill", max_num_batched_tokens=16, environment=SLOW)
+    decode = start_engine("decode")
+    decode.send(take(prefill, "a"))
+    wait_sending(prefill)
+    held, ending = (prefill, decode) if frozen == "prefill" else (decode, prefill)
+    held.freeze()
+    if frozen == "prefill":
+        decode.abort("a")
+    ending.channel.send(Drain(0.5))
+    assert ending.process.wait(DETECTION_S + ANSWER_S) == 0
+    held.thaw()
+    if frozen == "decode":
+        decode.wait("a")
+    held.wait_at_rest()
+
+
+def test_a_room_without_a_prompt_does_not_keep_prefill_from_ending(start_engine: Start) -> None:
+    prefill, decode = start_engine("prefill"), start_engine("decode")
+    sent = take(prefill, "a", room=9)
+    decode.send(sent)
+    prefill.wait_until(lambda: prefill.load().transfer.num_outgoing_rooms == 1, "the room")
+    prefill.channel.send(Drain(0.5))
+    assert prefill.process.wait(DETECTION_S) == 0
+    decode.wait("a", timeout_s=DETECTION_S + ANSWER_S)
+    check(decode, sent)
+    decode.wait_at_rest()
 
 
 def test_a_short_freeze_costs_nothing_but_time(start_engine: Start) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
+import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 import zmq
-from conftest import TOY_ENGINE, EngineUnderTest, request
+from engines import TOY_ENGINE, EngineUnderTest, request
 from toy_engine import EOS, VOCAB
 
 from diptych.config import EngineConfig, TransferConfig
@@ -36,6 +39,11 @@ def pushing(address: str) -> Iterator[zmq.Socket[bytes]]:
     finally:
         outbox.close(linger=2000)
         context.term()
+
+
+def resident_nbytes(engine: EngineUnderTest) -> int:
+    status = Path(f"/proc/{engine.process.pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
 
 def check_serves(prefill: EngineUnderTest, decode: EngineUnderTest, name: str, timeout_s: float = 10.0) -> None:
@@ -196,7 +204,7 @@ def pair() -> Iterator[tuple[EngineUnderTest, EngineUnderTest]]:
 @pytest.mark.parametrize("victim", [0, 1], ids=["prefill", "decode"])
 def test_hostile_messages(pair, victim: int, name: str) -> None:
     engine = pair[victim]
-    before = psutil.Process(engine.process.pid).memory_info().rss
+    before = resident_nbytes(engine)
     with pushing(engine.address.address) as outbox:
         for frames in HOSTILE[name]:
             outbox.send_multipart(frames)
@@ -208,4 +216,125 @@ def test_hostile_messages(pair, victim: int, name: str) -> None:
     check_serves(*pair, f"{name}{victim}")
     for each in pair:
         each.wait_at_rest()
-    assert psutil.Process(engine.process.pid).memory_info().rss - before < 300 * MIB
+    assert resident_nbytes(engine) - before < 300 * MIB
+
+
+def noise(rng: random.Random) -> list[bytes]:
+    """A message that is nearly one of ours, or nothing at all."""
+    frames = rng.choice(
+        [
+            lambda: [rng.randbytes(rng.choice([0, 1, 8, 100, 5000])) for _ in range(rng.randrange(1, 12))],
+            lambda: [
+                b"NixlMsgGuard",
+                *(rng.randbytes(rng.choice([0, 4, 8, 64])) for _ in range(rng.choice([7, 8, 9]))),
+            ],
+            lambda: [b"DiptychPeer", rng.randbytes(rng.randrange(200))],
+            lambda: registration(metadata=rng.randbytes(300)),
+            lambda: transfer_info(room=b"%d" % rng.getrandbits(63), pages=rng.randbytes(rng.randrange(64))),
+            lambda: hello(f"i{rng.getrandbits(40)}", f"127.0.0.1:{rng.randrange(1, 2**16)}"),
+            lambda: control("ghost", {"type": "Cancel", "room": rng.getrandbits(63), "generation": 0}),
+        ]
+    )()
+    if rng.random() < 0.3:  # truncated, or a byte turned
+        index = rng.randrange(len(frames))
+        frames[index] = frames[index][: rng.randrange(len(frames[index]) + 1)]
+    return frames
+
+
+def test_a_long_noise(pair) -> None:
+    """On both ports, as fast as one sender can, while requests are served."""
+    stop = threading.Event()
+
+    def send(engine: EngineUnderTest, seed: int) -> None:
+        rng = random.Random(seed)
+        messages = [noise(rng) for _ in range(2000)]
+        with pushing(engine.address.address) as outbox:
+            outbox.setsockopt(zmq.SNDTIMEO, 100)
+            while not stop.is_set():
+                for frames in messages:
+                    with suppress(zmq.Again):
+                        outbox.send_multipart(frames)
+                    if stop.is_set():
+                        break
+
+    before = [resident_nbytes(engine) for engine in pair]
+    counted = [engine.load().transfer.foreign_frames_total for engine in pair]
+    threads = [threading.Thread(target=send, args=(engine, seed)) for seed, engine in enumerate(pair)]
+    for thread in threads:
+        thread.start()
+    try:
+        started, number = time.monotonic(), 0
+        while time.monotonic() - started < NOISE_S:
+            check_answers(*pair, f"noise{number}")
+            number += 1
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert number >= NOISE_S / 2, "requests take seconds amid the noise"
+    for engine, rss, count in zip(pair, before, counted, strict=True):
+        engine.wait_until(lambda e=engine: e.load().transfer.num_peers <= 2, "strangers to be forgotten")
+        assert engine.load().transfer.foreign_frames_total > count + 1000
+        assert resident_nbytes(engine) - rss < 300 * MIB
+    time.sleep(1.0)
+    check_serves(*pair, "calm")
+
+
+def check_answers(prefill: EngineUnderTest, decode: EngineUnderTest, name: str) -> None:
+    """The right answer, by transfer or not."""
+    sent = request(
+        name, [(3 * i + len(name)) % VOCAB for i in range(30)], prefill.address, max_tokens=5, ignore_eos=True
+    )
+    decode.send(sent)
+    decode.wait(name)
+    assert decode.tokens(name) == expected_output(sent, vocab_size=VOCAB, max_len=1024, eos_token_ids=EOS)
+
+
+def test_garbage_below_zmq(pair) -> None:
+    rng = random.Random(3)
+    greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 48
+    for engine in pair:
+        host, _, port = engine.address.address.rpartition(":")
+        held = [socket.create_connection((host, int(port))) for _ in range(50)]  # say nothing, and stay
+        for data in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            rng.randbytes(10_000),
+            greeting,
+            greeting[:11],
+            greeting + rng.randbytes(99),
+            b"",
+        ):
+            for _ in range(20):
+                with socket.create_connection((host, int(port))) as connection, suppress(OSError):
+                    connection.sendall(data)
+        check_serves(*pair, f"below{port}")
+        for connection in held:
+            connection.close()
+
+
+def keyed(start_engine: Start, role: str, key: str, **options: object) -> EngineUnderTest:
+    return start_engine(role, cluster_key=key, heartbeat_timeout=0.8, heartbeat_interval=0.2, **options)
+
+
+def test_with_a_cluster_key(start_engine: Start) -> None:
+    prefill, decode = keyed(start_engine, "prefill", "s3cret"), keyed(start_engine, "decode", "s3cret")
+    check_serves(prefill, decode, "keyed")
+    decode.wait_at_rest()
+
+
+@pytest.mark.parametrize("key", ["other", None])
+def test_without_the_right_key_nobody_gets_in(start_engine: Start, key: str | None) -> None:
+    prefill = keyed(start_engine, "prefill", "s3cret")
+    stranger = keyed(start_engine, "decode", key)
+    with pushing(prefill.address.address) as outbox:
+        outbox.send_multipart(hello("plain", "127.0.0.1:9"))
+        check_answers(prefill, stranger, "mine")
+        outbox.setsockopt(zmq.LINGER, 0)
+    load = prefill.load().transfer
+    assert (load.num_peers, load.rooms_done_total, load.foreign_frames_total) == (0, 0, 0)
+    assert stranger.load().transfer.rooms_done_total == 0
+    check_serves(prefill, keyed(start_engine, "decode", "s3cret"), "friend")
+    held = stranger.load()  # for all it knows its room was heard, and only the answers were lost
+    assert held.num_owned_pages == held.num_quarantined_pages
+    prefill.kill()
+    stranger.wait_at_rest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from conftest import EngineUnderTest, request
+from engines import EngineUnderTest, request
 from toy_engine import EOS, VOCAB
 
 from diptych.core.batch import FinishReason

@@ -45,24 +45,16 @@ def run(arguments: Sequence[str]) -> int:
     from diptych.cli.pd_cluster import EngineChild, EnginePlan, run_cluster
     from diptych.server.progress import cluster_banner
 
-    def on_ready(port: int, children: Sequence[EngineChild]) -> None:
+    def announce(port: int, children: Sequence[EngineChild]) -> None:
         ready = [child.ready.result() for child in children]
-        engines = [(child.plan.name, f"http://{_LOOPBACK}:{child.ready.result().port}") for child in children]
-        first = ready[0]
-        print(
-            cluster_banner(
-                config.server,
-                first.model_name,
-                port,
-                model=f"{first.architecture}, {first.dtype}, {first.device}",
-                engines=engines,
-            ),
-            flush=True,
-        )
+        urls = [f"http://{_LOOPBACK}:{each.port}" for each in ready]
+        engines = [(child.plan.name, url) for child, url in zip(children, urls, strict=True)]
+        model = f"{ready[0].architecture}, {ready[0].dtype}, {ready[0].device}"
+        print(cluster_banner(config.server, ready[0].model_name, port, model=model, engines=engines), flush=True)
 
     configs = engine_configs(config, num_prefill=flags.prefill, num_decode=flags.decode)
     plans = [EnginePlan(name=name, role=role, config=engine) for name, role, engine in configs]
-    return run_cluster(plans, router, needs_prefill=not config.transfer.local_prefill, on_ready=on_ready)
+    return run_cluster(plans, router, needs_prefill=not config.transfer.local_prefill, on_ready=announce)
 
 
 def _check(flags: PdFlags) -> None:
@@ -103,10 +95,15 @@ def engine_configs(config: EngineConfig, *, num_prefill: int, num_decode: int) -
         model=replace(config.model, num_threads=config.model.num_threads or max(1, cores // len(roles))),
         cache=replace(config.cache, mem_fraction=config.cache.mem_fraction / len(roles)),
         server=replace(config.server, host=_LOOPBACK, port=0),
+        transfer=replace(
+            config.transfer,
+            disaggregation_bootstrap_port=0,
+            allowed_bootstrap_hosts=f"{config.transfer.allowed_bootstrap_hosts},{_LOOPBACK}",
+        ),
     )
     found = []
     for index, role in enumerate(roles):
         number = index if role is Role.PREFILL else index - num_prefill
-        transfer = replace(config.transfer, role=role.value, disaggregation_bootstrap_port=0)
+        transfer = replace(shared.transfer, role=role.value)
         found.append((f"{role.value}-{number}", role, replace(shared, transfer=transfer)))
     return found

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 ENGINE_PROGRAM = (sys.executable, "-m", "diptych.cli.pd_engine")
 JOIN_TIMEOUT_S = 30.0
 STOP_GRACE_S = 10.0
+STOP_NOW_S = 3.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -230,8 +231,8 @@ class _Cluster:
             ready = await child.ready
             url = f"http://127.0.0.1:{ready.port}"
             logger.info("%s serves at %s (process %d)", child.plan.name, url, child.pid)
-            address = EngineAddress(url=url, role=child.plan.role, bootstrap_port=ready.bootstrap_port)
-            self._members[child] = state.pool.add(address)
+            # Its role and registry are asked for, now and then: they can change while it runs.
+            self._members[child] = state.pool.add(EngineAddress(url=url))
         async with asyncio.timeout(JOIN_TIMEOUT_S):
             while not all(member.state is State.HEALTHY for member in self._members.values()):
                 await asyncio.sleep(0.05)
@@ -275,11 +276,14 @@ class _Cluster:
                     await asyncio.sleep(0.05)
 
     async def _stop_engines(self) -> None:
-        for child in self._children:
-            child.terminate()
+        """Ask them to finish, then to end at once, then end them."""
         impatience = asyncio.create_task(self._stop_now.wait())
-        ends = asyncio.create_task(self._all_ended())
-        await asyncio.wait([ends, impatience], timeout=STOP_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        for patience_s in (STOP_GRACE_S, STOP_NOW_S):
+            for child in self._children:
+                child.terminate()
+            ends = asyncio.create_task(self._all_ended())
+            hurry = [] if impatience.done() else [impatience]
+            await asyncio.wait([ends, *hurry], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         impatience.cancel()
         await asyncio.gather(*(child.close() for child in self._children))
 

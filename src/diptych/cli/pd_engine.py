@@ -21,18 +21,13 @@ from diptych.server.state import ServerState
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an engine serves, and what. bootstrap_port: of its registry, if it has one."""
+    """Where an engine serves, and what."""
 
     port: int
-    bootstrap_port: int | None
     model_name: str
-    model_path: str
     architecture: str
     dtype: str
     device: str
-    num_kv_tokens: int
-    max_model_len: int
-    load_s: float
 
 
 def run(config: EngineConfig, ready_fd: int, *, engine_command: tuple[str, ...] = ENGINE_COMMAND) -> int:
@@ -43,15 +38,10 @@ def run(config: EngineConfig, ready_fd: int, *, engine_command: tuple[str, ...] 
         info = state.ready_info
         ready = EngineReady(
             port=port,
-            bootstrap_port=state.matchmaker.bootstrap_port,
             model_name=state.model_name,
-            model_path=info.model_path,
             architecture=info.architecture,
             dtype=info.dtype,
             device=info.device,
-            num_kv_tokens=info.num_kv_tokens,
-            max_model_len=info.max_model_len,
-            load_s=info.load_s,
         )
         with os.fdopen(ready_fd, "wb") as file:
             file.write(msgspec.json.encode(ready) + b"\n")

@@ -109,7 +109,10 @@ class TransferLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of an engine: gauges of now, counters since its start (`*_total`)."""
+    """A snapshot of an engine: gauges of now, counters since its start (`*_total`).
+
+    prefix_queries_total: prompt tokens looked up in a prefix cache, of which cached_tokens_total were there.
+    """
 
     timestamp: float
     num_running: int = 0

@@ -35,7 +35,7 @@ TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 }
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """Mutable progress of one request.
 

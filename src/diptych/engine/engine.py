@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 LOAD_REPORT_INTERVAL_S = 0.5
 IDLE_WAIT_MS = 250
+# Seconds past its deadline after which a drain ends whatever a peer still holds: a frozen one may never let go.
+DRAIN_GRACE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -229,16 +231,17 @@ class EngineCore:
         )
 
     def _has_drained(self, scheduler: Scheduler) -> bool:
-        """Whether a drain was asked for and nothing is left; past its deadline, what is left is aborted."""
+        """Whether a drain was asked for and nothing is left; past its deadline, what is left is aborted, then left."""
         if self._drain_deadline is None:
             return False
         if scheduler.is_idle and (self._peering is None or self._peering.hinge.sender.is_idle):
             return True
-        if time.monotonic() >= self._drain_deadline:
+        late_s = time.monotonic() - self._drain_deadline
+        if late_s >= 0:
             for request_id in scheduler.open_requests():
                 scheduler.abort(request_id)
             self._send_answers(scheduler)
-        return False
+        return late_s >= DRAIN_GRACE_S
 
 
 def _as_fatal(error: Exception) -> DiptychError:

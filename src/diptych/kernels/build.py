@@ -7,6 +7,7 @@ kernels do.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -35,7 +36,7 @@ FLAGS = (
     "-Wno-psabi",
     "-pthread",
 )
-SPEED_FLAGS = ("-O3",)
+SPEED_FLAGS = ("-O2",)
 SANITIZER_FLAGS = (
     "-O1",
     "-g1",
@@ -65,7 +66,9 @@ X86_SETS = (
     InstructionSet(name="avx2", flags=_AVX2),
     InstructionSet(name="avx512", flags=_AVX512),
     InstructionSet(
-        name="amx", flags=(*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"), has_tiles=True
+        name="amx",
+        flags=(*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        has_tiles=True,
     ),
 )
 
@@ -105,9 +108,12 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _build(target: Path, compiler: str, flags: tuple[str, ...]) -> None:
-    """Compile beside the target and rename: another process that builds the same never sees half a file."""
+    """Compile beside the target and rename, so that nobody sees half a file; who comes second waits for the first."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with (target.parent / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return
         work = Path(folder)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             sets = pool.map(lambda which: _compile_set(which, compiler, flags, work), (*X86_SETS[::-1], PORTABLE))

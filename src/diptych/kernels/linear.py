@@ -19,11 +19,15 @@ from diptych.kernels.memory import empty, empty_rows, empty_weight
 
 BLOCK_OUTPUTS = 16
 TILE_INPUTS = 32
+SCALE_INPUTS = 64
 
 _BFLOAT16, _FLOAT32 = 0, 1
 _GATED = {"gelu_tanh": 2, "silu": 3}
 
+_ROWS_QUANTIZED_AT_ONCE = 4096
+
 Activation = Literal["gelu_tanh", "silu"]
+Quantization = Literal["none", "int8"]
 
 
 class _Layer(ctypes.Structure):
@@ -32,6 +36,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("out_features", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
         ("num_outputs", ctypes.c_int64),
@@ -47,20 +52,31 @@ def can_pack(weight: torch.Tensor) -> bool:
 class PackedLinear:
     """`x @ weight.T + bias` for bfloat16 x [T, I].
 
-    Args: weight: bfloat16 [O, I], contiguous, reordered in place if it is whole blocks. bias: bfloat16 [O]. gated: the
-    weight's first half is gate, the second up, and the result is activation(gate) * up.
+    Args: weight: bfloat16 [O, I], contiguous, reordered in place if it is whole blocks and stays bfloat16. bias:
+    bfloat16 [O]. gated: the weight's first half is gate, the second up, and the result is activation(gate) * up.
+    quantization: "int8" rounds the weight to 8 bits, one scale an output, and x on the way in, one for 64 inputs.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: Activation | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: Activation | None = None,
+        quantization: Quantization = "none",
     ) -> None:
         library = kernels()
         assert library is not None, "the kernel library is not loaded; ask can_pack first"
         self._library = library
         out_features, self.in_features = weight.shape
-        self.padded_inputs = -(-self.in_features // TILE_INPUTS) * TILE_INPUTS
+        tile = TILE_INPUTS if quantization == "none" else SCALE_INPUTS
+        self.padded_inputs = -(-self.in_features // tile) * tile
         self.num_outputs = out_features if gated is None else out_features // 2
-        self.weight = _pack(library, weight, self.padded_inputs, is_interleaved=gated is not None)
+        self.scales: torch.Tensor | None = None
+        if quantization == "none":
+            self.weight = _pack(library, weight, self.padded_inputs, is_interleaved=gated is not None)
+        else:
+            self.weight, self.scales = _quantize(weight, self.padded_inputs, is_interleaved=gated is not None)
         self.bias = None if bias is None else _block_bias(bias, is_interleaved=gated is not None)
         self._layer = self._layer_to(_BFLOAT16 if gated is None else _GATED[gated])
         self._logits_layer = self._layer_to(_FLOAT32)
@@ -70,6 +86,7 @@ class PackedLinear:
         return _Layer(
             weight=self.weight.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
+            scales=None if self.scales is None else self.scales.data_ptr(),
             out_features=self.weight.shape[0] * BLOCK_OUTPUTS,
             in_features=self.padded_inputs,
             num_outputs=self.num_outputs,
@@ -121,6 +138,24 @@ def _pack(library: Kernels, weight: torch.Tensor, padded_inputs: int, *, is_inte
     if is_whole and is_interleaved:
         packed = weight.copy_(packed.view(weight.shape))
     return packed.view(shape)
+
+
+def _quantize(weight: torch.Tensor, padded_inputs: int, *, is_interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight as bytes plus 128, [blocks, inputs / 4, 16, 4], and the outputs' scales, float32 [blocks * 16]."""
+    parts = weight.chunk(2) if is_interleaved else (weight,)
+    num_blocks = -(-parts[0].shape[0] // BLOCK_OUTPUTS)
+    packed = empty_weight((num_blocks, len(parts), padded_inputs // 4, BLOCK_OUTPUTS, 4), torch.uint8)
+    scales = torch.zeros(num_blocks, len(parts), BLOCK_OUTPUTS)
+    for index, part in enumerate(parts):
+        for start in range(0, part.shape[0], _ROWS_QUANTIZED_AT_ONCE):
+            rows = part[start : start + _ROWS_QUANTIZED_AT_ONCE].float()
+            rows = F.pad(rows, (0, padded_inputs - rows.shape[1], 0, -rows.shape[0] % BLOCK_OUTPUTS))
+            scale = rows.abs().amax(dim=1).div_(127.0)
+            rows.div_(scale.clamp(min=1e-30).unsqueeze(1)).round_().add_(128.0)
+            blocks = slice(start // BLOCK_OUTPUTS, start // BLOCK_OUTPUTS + rows.shape[0] // BLOCK_OUTPUTS)
+            packed[blocks, index] = rows.view(-1, BLOCK_OUTPUTS, padded_inputs // 4, 4).transpose(1, 2).to(torch.uint8)
+            scales[blocks, index] = scale.view(-1, BLOCK_OUTPUTS)
+    return packed.flatten(0, 1), scales.view(-1)
 
 
 def _block_bias(bias: torch.Tensor, *, is_interleaved: bool) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diptych.kernels.linear import PackedLinear, can_pack
+from diptych.kernels.linear import PackedLinear, Quantization, can_pack
 from diptych.layers.parameter import fill, new_parameter
 from diptych.layers.weights import WeightSource
 
@@ -39,10 +39,10 @@ class Embedding(nn.Module):
         hidden = F.embedding(token_ids, self.weight)
         return hidden if self.scale is None else hidden.mul_(self.scale)
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """Reorder the table for the CPU kernel of the logits head that borrows it."""
         if self.packed is None and can_pack(self.weight):
-            self.packed = PackedLinear(self.weight.data)
+            self.packed = PackedLinear(self.weight.data, quantization=quantization)
             self.weight = nn.Parameter(self.packed.weight, requires_grad=False)
 
     def load(self, source: WeightSource, prefix: str) -> None:

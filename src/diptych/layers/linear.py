@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diptych.kernels.linear import Activation, PackedLinear, can_pack
+from diptych.kernels.linear import Activation, PackedLinear, Quantization, can_pack
 from diptych.layers.parameter import fill, new_parameter
 from diptych.layers.weights import WeightSource
 
@@ -29,10 +29,11 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
-    def pack(self, *, gated: Activation | None = None) -> None:
+    def pack(self, quantization: Quantization = "none", *, gated: Activation | None = None) -> None:
         """Reorder the weight for the CPU kernel, if there is one for it; with `gated`, the kernel also applies that."""
         if self.packed is None and can_pack(self.weight):
-            self.packed = PackedLinear(self.weight.data, None if self.bias is None else self.bias.data, gated=gated)
+            bias = None if self.bias is None else self.bias.data
+            self.packed = PackedLinear(self.weight.data, bias, gated=gated, quantization=quantization)
             self.weight = nn.Parameter(self.packed.weight, requires_grad=False)
 
     def load(self, source: WeightSource, prefix: str) -> None:

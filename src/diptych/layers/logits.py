@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diptych.kernels.linear import PackedLinear, can_pack
+from diptych.kernels.linear import PackedLinear, Quantization, can_pack
 from diptych.layers.embedding import Embedding
 from diptych.layers.parameter import fill, new_parameter
 from diptych.layers.weights import WeightSource
@@ -47,15 +47,15 @@ class LogitsHead(nn.Module):
             logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         return logits
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """Reorder the weight for the CPU kernel; a tied table is packed once, for both."""
         if self.packed is not None:
             return
         for embedding in self._tied_to:
-            embedding.pack()
+            embedding.pack(quantization)
             self.packed, self.weight = embedding.packed, embedding.weight
         if not self.is_tied and can_pack(self.weight):
-            self.packed = PackedLinear(self.weight.data)
+            self.packed = PackedLinear(self.weight.data, quantization=quantization)
             self.weight = nn.Parameter(self.packed.weight, requires_grad=False)
 
     def load(self, source: WeightSource, prefix: str) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diptych.kernels.linear import Quantization
 from diptych.layers.linear import Linear, MergedLinear
 from diptych.layers.weights import WeightSource
 
@@ -39,10 +40,10 @@ class GatedMLP(nn.Module):
         activated = F.gelu(gate, approximate="tanh") if self.activation == "gelu_tanh" else F.silu(gate)
         return self.down(activated.mul_(up))
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """Pack both GEMMs; the first then applies the activation as well."""
-        self.gate_up.pack(gated=self.activation)
-        self.down.pack()
+        self.gate_up.pack(quantization, gated=self.activation)
+        self.down.pack(quantization)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read `{prefix}.gate_proj`, `.up_proj` and `.down_proj`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from diptych.kernels.linear import Quantization
 from diptych.kernels.norm import FusedNorm, can_normalize
 from diptych.layers.parameter import fill, new_parameter, read_checked
 from diptych.layers.weights import WeightSource
@@ -67,8 +68,8 @@ class RMSNorm(nn.Module):
         """`hidden += x` in place, then norm(hidden): from one block to the next where its input is normalised."""
         return self(hidden.add_(x)) if self.fused is None else self.fused.after_adding(hidden, x)
 
-    def pack(self) -> None:
-        """Use the CPU kernel, if there is one."""
+    def pack(self, quantization: Quantization = "none") -> None:
+        """Use the CPU kernel, if there is one; norms are never quantised."""
         if self.fused is None and can_normalize(self.weight):
             self.fused = FusedNorm(self.weight.data, self.eps, dtype=self.dtype)
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from diptych.errors import ConfigError
 from diptych.gguf_file import GGUFFile
+from diptych.kernels.library import kernels
+from diptych.kernels.linear import Quantization
 from diptych.layers.weights import WeightSource
 from diptych.models.dummy import DummySource
 from diptych.models.gguf_source import GGUFSource
@@ -39,14 +42,21 @@ class CheckpointSource(WeightSource, Protocol):
 
 
 def load_model(
-    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str, progress: Progress | None = None
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    quantization: Quantization = "none",
+    progress: Progress | None = None,
 ) -> Transformer:
     """The model of `spec` with its weights, for inference.
 
-    Args: dtype: of weights and activations; weights are rounded to it. progress: told "weights", tensors done, and all.
-    Raises: ConfigError if the checkpoint lacks a tensor or holds one of another shape, before memory is taken; or if
-    memory runs out.
+    Args: dtype: of weights and activations; weights are rounded to it. quantization: "int8" rounds them further, on a
+    CPU with kernels only. progress: told "weights" or "quantising", parts done, and all.
+    Raises: ConfigError if the quantisation cannot be had, if the checkpoint lacks a tensor or holds one of another
+    shape, before memory is taken; or if memory runs out.
     """
+    _check_quantization(quantization, dtype=dtype, device=device)
     model_class = MODELS.resolve(spec.config.architecture)
     source = open_source(spec, dtype=dtype)
     names = _dry_run(model_class, spec, source)
@@ -55,13 +65,25 @@ def load_model(
         with torch.inference_mode(False), torch.no_grad():
             model = model_class(spec.config, dtype=dtype, device=device)
             model.load(_CountingSource(source, total=len(names), progress=progress))
-            model.pack()
+            # Without quantisation packing only moves bytes, too fast to report.
+            has_news = quantization != "none"
+            model.pack(quantization, partial(progress, "quantising") if progress is not None and has_news else None)
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
         raise ConfigError(
             f"the weights of {spec.path} did not load to {device} as {dtype}: {error}. If memory ran out, use a "
             "smaller dtype, another device or a smaller model."
         ) from error
     return model.eval().requires_grad_(False)
+
+
+def _check_quantization(quantization: Quantization, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    if quantization == "none":
+        return
+    if torch.device(device).type != "cpu" or dtype != torch.bfloat16 or kernels() is None:
+        raise ConfigError(
+            f"quantization {quantization} needs the CPU kernels and dtype bfloat16, got device {device} and {dtype}; "
+            "leave it out, or see `diptych doctor`"
+        )
 
 
 def open_source(spec: ModelSpec, *, dtype: torch.dtype) -> CheckpointSource:

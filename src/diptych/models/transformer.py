@@ -10,6 +10,7 @@ T = tokens in the step, R = rows whose logits are wanted, H = query heads, G = K
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, Protocol, cast, runtime_checkable
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from diptych.attention.backend import AttentionBackend, AttentionInputs, AttentionSpec, ForwardInputs
 from diptych.attention.cpu import CPUAttention
 from diptych.kernels.decoder_layer import FusedLayer, LayerParts
+from diptych.kernels.linear import Quantization
 from diptych.kernels.norm import FusedHeads, can_normalize
 from diptych.layers.embedding import Embedding
 from diptych.layers.linear import Linear, MergedLinear
@@ -107,8 +109,8 @@ class SelfAttention(nn.Module):
         query, key = rotate(query_key, rotation).split((num_heads, num_kv_heads), dim=1)
         return query, key, value
 
-    def pack(self) -> None:
-        """Use the CPU kernel for what happens to heads before attention, if there is one."""
+    def pack(self, quantization: Quantization = "none") -> None:
+        """Use the CPU kernel for what happens to heads before attention, if there is one; it is never quantised."""
         if self.fused_heads is not None or not can_normalize(self.qkv.weight):
             return
         num_heads, num_kv_heads, _ = self.query_key_value
@@ -132,7 +134,7 @@ class SelfAttention(nn.Module):
 class Packable(Protocol):
     """A layer that the CPU kernels can run faster once its weights are in their order."""
 
-    def pack(self) -> None: ...
+    def pack(self, quantization: Quantization = "none") -> None: ...
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -209,11 +211,22 @@ class Transformer(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)
 
-    def pack(self) -> None:
-        """Hand every layer to the CPU kernels, where there are any: weights are reordered in place, for good."""
-        for module in list(self.modules()):
-            if module is not self and isinstance(module, Packable):
-                module.pack()
+    @property
+    def is_fused(self) -> bool:
+        """Whether every layer runs as one kernel, which leaves next to nothing for torch to compute."""
+        return all(cast(DecoderLayer, layer).fused is not None for layer in self.layers)
+
+    def pack(self, quantization: Quantization = "none", progress: Callable[[int, int], None] | None = None) -> None:
+        """Hand every layer to the CPU kernels, where there are any: weights are reordered in place, for good.
+
+        Args: quantization: "int8" rounds the weights of bfloat16 linear layers and of the embedding to 8 bits.
+        progress: told modules done, and all.
+        """
+        modules = [module for module in self.modules() if module is not self and isinstance(module, Packable)]
+        for done, module in enumerate(modules, start=1):
+            module.pack(quantization)
+            if progress is not None:
+                progress(done, len(modules))
         for layer in self.layers:
             cast(DecoderLayer, layer).fuse()
 

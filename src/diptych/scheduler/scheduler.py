@@ -256,7 +256,7 @@ class Scheduler:
             sequence.num_cached_tokens = num_cached_tokens
             self.counters.prompt_tokens_total += sequence.num_prompt_tokens
             self.counters.cached_tokens_total += num_cached_tokens
-            self.counters.prefix_queries_total += 1
+            self.counters.prefix_queries_total += sequence.num_prompt_tokens
 
     # ------------------------------------------------------------------ results
 

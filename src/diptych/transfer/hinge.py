@@ -34,7 +34,7 @@ from diptych.transfer.control import (
     decode_control,
 )
 from diptych.transfer.extension import ForeignFrame, OtherVersion
-from diptych.transfer.peers import Peer, PeerBook
+from diptych.transfer.peers import Peer, PeerBook, PeerState
 from diptych.transfer.ports import HingeLimits, Mover, Network, Site
 from diptych.transfer.receiver import Receiver
 from diptych.transfer.sender import Sender
@@ -67,6 +67,10 @@ class Hinge:
             self._lose(peer, is_dead=False)
         for peer in self.peers.newly_gone(now):
             self._lose(peer, is_dead=True)
+        for peer in self.peers.long_silent(now):
+            if not (self.sender.rooms_of(peer) or self.receiver.rooms_of(peer)):
+                self.peers.forget(peer)
+                self._lose(peer, is_dead=True)
         self.sender.expire(now)
         self.receiver.expire()
 
@@ -102,7 +106,8 @@ class Hinge:
         message = control.message
         if isinstance(message, Hello):
             asker = self.peers.meet(message.identity.control_endpoint, message.identity.instance_id, now)
-            self.peers.send(asker, HelloReply(self._site.identity, nonce=message.nonce))
+            if asker.state is not PeerState.GONE:
+                self.peers.send(asker, HelloReply(self._site.identity, nonce=message.nonce))
         elif isinstance(message, HelloReply):
             self.receiver.on_hello_reply(message, now)
         peer = self.peers.find(control.instance_id)

@@ -19,7 +19,10 @@ from diptych.transfer.ports import HingeLimits, Network
 
 logger = logging.getLogger(__name__)
 
+MAX_PEERS = 256
 MAX_DEAD_INSTANCES = 1024
+# Seconds of silence after which a peer that is in no room is forgotten; if it comes back it is met anew.
+FORGET_S = 60.0
 
 
 class PeerState(enum.Enum):
@@ -78,11 +81,14 @@ class PeerBook:
         return self._by_instance.get(instance_id)
 
     def meet(self, address: str, instance_id: str, now: float) -> Peer:
-        """The peer with this instance id; a dead one is returned as GONE: whoever names it has old news."""
+        """The peer with this instance id; GONE if it is dead (this is old news), or if there are too many."""
         if instance_id in self._dead_instances:
             return Peer(address, instance_id, now, PeerState.GONE)
         peer = self._by_instance.get(instance_id)
         if peer is None:
+            if len(self._by_instance) >= MAX_PEERS:
+                logger.warning("peer %s (%s) is not met: %d are known already", address, instance_id, MAX_PEERS)
+                return Peer(address, instance_id, now, PeerState.GONE)
             peer = self._by_instance[instance_id] = Peer(address, instance_id, now)
         return peer
 
@@ -113,6 +119,18 @@ class PeerBook:
             del self._dead_instances[next(iter(self._dead_instances))]
         if all(other.address != peer.address for other in self):
             self._network.forget(peer.address)
+
+    def forget(self, peer: Peer) -> None:
+        """Strike a peer off without proof of its death; nothing may depend on it."""
+        logger.info("peer %s (%s) is forgotten", peer.address, peer.instance_id)
+        peer.state = PeerState.GONE
+        del self._by_instance[peer.instance_id]
+        if all(other.address != peer.address for other in self):
+            self._network.forget(peer.address)
+
+    def long_silent(self, now: float) -> list[Peer]:
+        """Peers that may be forgotten if they are in no room."""
+        return [peer for peer in self if peer.state is PeerState.LOST and now - peer.last_heard > FORGET_S]
 
     def send(self, peer: Peer, message: ControlMessage) -> None:
         """Send a control message."""

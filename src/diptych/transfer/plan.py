@@ -30,6 +30,9 @@ from diptych.kv.layout import KEY, VALUE, KVLayout
 
 Int64s = NDArray[np.int64]
 
+# Bound on a page template: what a peer says of its pages must not make us compute for seconds.
+MAX_GROUP_TOKENS = 8192
+
 
 class PageOrder(StrEnum):
     """How a pool is laid out in memory.
@@ -121,7 +124,7 @@ def page_template(src: KVLayout, dst: KVLayout, *, dst_order: PageOrder = PageOr
     """The runs of bytes that the rank of `src` must write into pages of `dst`, for any sharding and page sizes.
 
     Runs that are adjacent on both sides are joined. Raises PeerIncompatible, naming both values, if dtype or head_dim
-    differ.
+    differ or the page sizes have too large a common multiple.
     """
     for name, ours, theirs in (("dtype", src.dtype, dst.dtype), ("head_dim", src.head_dim, dst.head_dim)):
         if ours != theirs:
@@ -129,6 +132,11 @@ def page_template(src: KVLayout, dst: KVLayout, *, dst_order: PageOrder = PageOr
                 f"KV cannot be converted: {name} is {ours} at the source and {theirs} at the destination"
             )
     group_tokens = math.lcm(src.page_size, dst.page_size)
+    if group_tokens > MAX_GROUP_TOKENS:
+        raise PeerIncompatible(
+            f"KV cannot be converted: page_size is {src.page_size} at the source and {dst.page_size} at the"
+            f" destination, whose pages begin together only every {group_tokens} tokens; {MAX_GROUP_TOKENS} at most"
+        )
     borders = sorted({*range(0, group_tokens + 1, src.page_size), *range(0, group_tokens, dst.page_size)})
     template = PageTemplate(src, dst, dst_order, group_tokens, ())
     if not shared_cells(src, dst):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -98,7 +99,7 @@ class Receiver:
         self._limits = limits
         self._rng = rng
         self._by_sequence: dict[Sequence, Incoming] = {}
-        self._tried: set[Sequence] = set()
+        self._tried: weakref.WeakSet[Sequence] = weakref.WeakSet()
         self._registered_with: set[Peer] = set()
         self._news: list[SourceNews] = []
         self._freed: list[int] = []
@@ -236,7 +237,7 @@ class Receiver:
         peer.identity, peer.refusal = identity, message.refusal
         if message.refusal:
             logger.error("prefill engine %s refuses us: %s", peer.address, message.refusal)
-            for incoming in self._rooms_of(peer):
+            for incoming in self.rooms_of(peer):
                 self._fail(incoming, Event.REJECTED, PeerIncompatible(message.refusal))
 
     def on_first_token(self, message: FirstToken) -> None:
@@ -301,6 +302,7 @@ class Receiver:
             self._news.append(Landed(incoming.sequence))
             incoming.is_settled = True
             self._tried.add(incoming.sequence)
+            del self._by_sequence[incoming.sequence]
         else:
             incoming.transfer.on(Event.LANDED)
         self._settle(incoming)
@@ -329,7 +331,7 @@ class Receiver:
 
     def lose(self, peer: Peer, *, is_dead: bool) -> None:
         """A peer is silent, or dead: its rooms end; if it is dead no write can land any more."""
-        for incoming in self._rooms_of(peer):
+        for incoming in self.rooms_of(peer):
             if incoming.transfer.is_live:
                 self._fail(incoming, Event.PEER_LOST, PeerLost(f"prefill engine {peer.address} is lost"))
             if is_dead and incoming.transfer.owns_pages:
@@ -340,7 +342,7 @@ class Receiver:
 
     def welcome_back(self, peer: Peer) -> None:
         """A peer that was silent is heard again: ask once more for the end of what was given up meanwhile."""
-        for incoming in self._rooms_of(peer):
+        for incoming in self.rooms_of(peer):
             if not incoming.transfer.is_live:
                 self._send_cancel(incoming)
 
@@ -387,9 +389,10 @@ class Receiver:
         is_final = isinstance(error, RequestError) or not self._limits.allow_local_prefill
         self._tried.add(incoming.sequence)
         incoming.is_settled = True
-        self._news.append(
-            GaveUp(incoming.sequence, error if is_final else None, keeps_pages=incoming.transfer.owns_pages)
-        )
+        keeps_pages = incoming.transfer.owns_pages
+        self._news.append(GaveUp(incoming.sequence, error if is_final else None, keeps_pages=keeps_pages))
+        if not keeps_pages:  # else `keep` will ask for it
+            del self._by_sequence[incoming.sequence]
 
     def _settle(self, incoming: Incoming) -> None:
         """Close a room in which nothing can land any more."""
@@ -402,13 +405,15 @@ class Receiver:
         if not incoming.is_settled:  # cancelled: the scheduler waits for its pages
             incoming.is_settled = True
             self._news.append(GaveUp(incoming.sequence))
+            del self._by_sequence[incoming.sequence]
         if not len(self.rooms):
             self._mover.expect(False)
 
     def _send_cancel(self, incoming: Incoming) -> None:
         self._peers.send(incoming.peer, Cancel(incoming.room, incoming.generation))
 
-    def _rooms_of(self, peer: Peer) -> list[Incoming]:
+    def rooms_of(self, peer: Peer) -> list[Incoming]:
+        """Rooms that the peer fills."""
         return [incoming for _, incoming in self.rooms if incoming.peer is peer]
 
     def _current(self, room: int, generation: int) -> Incoming | None:

@@ -32,7 +32,7 @@ from diptych.transfer.control import ControlMessage, Failed, FirstToken, HelloRe
 from diptych.transfer.destination import Destination, destination_of
 from diptych.transfer.extension import PeerExtension, RoomExtension
 from diptych.transfer.handoff import Handoff, handoff_descriptors
-from diptych.transfer.peers import Peer, PeerBook
+from diptych.transfer.peers import Peer, PeerBook, PeerState
 from diptych.transfer.plan import Descriptors, plan
 from diptych.transfer.ports import HingeLimits, Mover, Site
 from diptych.transfer.rooms import RoomTable
@@ -125,6 +125,8 @@ class Sender:
         peer = None
         if isinstance(extension, PeerExtension):
             peer = self._peers.meet(f"{message.endpoint}:{message.port}", extension.instance_id, now)
+            if peer.state is PeerState.GONE:
+                return
             peer.identity = extension
             self._peers.heard(peer, now)
         try:
@@ -224,11 +226,14 @@ class Sender:
             return
         self._give_up(outgoing, Event.CANCELLED, None)
 
+    def rooms_of(self, peer: Peer) -> list[Outgoing]:
+        """Rooms that the peer reads."""
+        return [o for _, o in self.rooms if any(r.registered.peer is peer for r in o.readers.values())]
+
     def lose(self, peer: Peer, *, is_dead: bool) -> None:
         """A peer is lost or gone: its rooms end, and it is forgotten if it is dead."""
-        for _, outgoing in self.rooms:
-            if any(reader.registered.peer is peer for reader in outgoing.readers.values()):
-                self._give_up(outgoing, Event.PEER_LOST, PeerLost(f"decode engine {peer.address} is lost"))
+        for outgoing in self.rooms_of(peer):
+            self._give_up(outgoing, Event.PEER_LOST, PeerLost(f"decode engine {peer.address} is lost"))
         if is_dead:
             for name in [n for n, registered in self._registered.items() if registered.peer is peer]:
                 del self._registered[name]
@@ -320,9 +325,7 @@ class Sender:
         return True
 
     def _serve(self, outgoing: Outgoing, reader: Reader, sequence: Sequence, pages: SequencePages) -> None:
-        """Post the next chunk for one destination. What completes the prompt waits for the first token: it is the
-        last.
-        """
+        """Post the next chunk for one destination; what completes the prompt waits for the first token."""
         if reader.info.is_dummy:
             return
         template = reader.registered.destination.template
@@ -405,8 +408,8 @@ class Sender:
         registered = self._registered.pop(agent_name, None)
         if registered is None:
             return
+        # No refusal of the peer for good: it registers anew for its next room, and what was in the way may have passed.
         logger.error("decode agent %s cannot be met: %s", agent_name, error)
-        self._reply(registered.peer, str(error))
         for _, outgoing in self.rooms:
             if agent_name in outgoing.readers:
                 self._give_up(outgoing, Event.ERRORED, error)

@@ -23,7 +23,13 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_MESSAGES = 10_000
 RECONNECT_MS = 100
 MAX_RECONNECT_MS = 1000
-PROBE_S = 0.05
+# Within one network refusals come in less; the engine's loop waits for it, a few times a second for each lost peer.
+PROBE_S = 0.01
+# Beyond it the connection that was used least recently is closed; libzmq itself raises at a thousand.
+MAX_OUTBOXES = 512
+# What one turn of the engine's loop takes in at most, so that no flood keeps it from its work.
+MAX_MESSAGES_A_TURN = 256
+MAX_NBYTES_A_TURN = MAX_EXTENSION_NBYTES
 
 
 class ZmqNetwork:
@@ -39,7 +45,7 @@ class ZmqNetwork:
             )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = None if cluster_key is None else _key_pair(cluster_key)
-        self._outboxes: dict[str, zmq.Socket[bytes]] = {}
+        self._outboxes: dict[str, zmq.Socket[bytes]] = {}  # least recently used first
         self.inbox = self._socket(zmq.PULL)
         if self._keys is not None:
             self.inbox.curve_server = True
@@ -51,27 +57,34 @@ class ZmqNetwork:
         self.port = int(self.inbox.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def send(self, address: str, frames: list[bytes]) -> None:
-        outbox = self._outboxes.get(address)
-        if outbox is None:
-            outbox = self._outboxes[address] = self._connect(address)
         try:
+            outbox = self._outboxes.pop(address, None) or self._connect(address)
+            self._outboxes[address] = outbox
             outbox.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             logger.debug("dropped a message to %s, which does not read", address)
+        except (ConfigError, zmq.ZMQError) as error:
+            # Addresses are what peers say of themselves, and so may be anything.
+            logger.debug("dropped a message to %r: %s", address, error)
 
     def receive(self) -> list[list[bytes]]:
-        messages = []
-        while (message := self._receive_one()) is not None:
+        messages: list[list[bytes]] = []
+        nbytes = 0
+        while len(messages) < MAX_MESSAGES_A_TURN and nbytes < MAX_NBYTES_A_TURN:
+            message = self._receive_one()
+            if message is None:
+                break
             messages.append(message)
+            nbytes += sum(len(frame) for frame in message)
         return messages
 
     def is_refused(self, address: str) -> bool:
-        host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), timeout=PROBE_S).close()
+            _, host, port = self._parse(address)
+            socket.create_connection((host, port), timeout=PROBE_S).close()
         except ConnectionRefusedError:
             return True
-        except OSError:
+        except (ConfigError, OSError):
             return False  # no answer proves nothing
         return False
 
@@ -101,13 +114,40 @@ class ZmqNetwork:
         return frames
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
+        """Raises ConfigError or ZMQError for an address to which nothing can or may be sent."""
+        family, host, port = self._parse(address)
+        while len(self._outboxes) >= MAX_OUTBOXES:
+            self._outboxes.pop(next(iter(self._outboxes))).close(linger=0)
         outbox = self._socket(zmq.PUSH)
         outbox.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         outbox.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+        outbox.setsockopt(zmq.IPV6, family is socket.AF_INET6)
         if self._keys is not None:
             outbox.curve_serverkey = self._keys[0]
-        outbox.connect(f"tcp://{address}")
+        try:
+            outbox.connect(f"tcp://[{host}]:{port}" if family is socket.AF_INET6 else f"tcp://{host}:{port}")
+        except zmq.ZMQError:
+            outbox.close(linger=0)
+            raise
         return outbox
+
+    def _parse(self, address: str) -> tuple[socket.AddressFamily, str, int]:
+        """Family, host and port of "ip:port", "[ip]:port" or "localhost:port".
+
+        Raises ConfigError for anything else, since to ask a name server would stop the engine's loop, and for what is
+        out of bounds without a cluster key.
+        """
+        host, _, port = address.rpartition(":")
+        host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
+        try:
+            version = ip_address(host).version
+        except ValueError:
+            raise ConfigError(f"{address!r} is no address of a peer; it must be an IP address and a port") from None
+        if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):
+            raise ConfigError(f"{address!r} is no address of a peer; its port must be within 1 and 65535")
+        if self._keys is None and not is_loopback(host):
+            raise ConfigError(f"{address!r} is no loopback address, and there is no cluster key")
+        return (socket.AF_INET if version == 4 else socket.AF_INET6), host, int(port)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         created = self._context.socket(kind)

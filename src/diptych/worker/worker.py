@@ -72,7 +72,9 @@ def create_worker(config: EngineConfig, progress: Progress) -> Worker:
     if device.type == "cpu":
         torch.set_num_threads(config.model.num_threads or len(os.sched_getaffinity(0)))
     dtype = resolve_dtype(config.model, model_config.dtype)
-    model = load_model(spec, dtype=dtype, device=device, progress=progress)
+    model = load_model(spec, dtype=dtype, device=device, quantization=config.model.quantization, progress=progress)
+    if model.is_fused:
+        torch.set_num_threads(1)  # torch's idle threads spin on the cores that the kernels' threads need
     layout = _layout_of(model_config, config.cache.page_size, dtype)
     num_pages = num_pool_pages(config.cache, layout, device)
     max_model_len = resolve_max_model_len(

@@ -61,7 +61,6 @@ def test_a_compiler_that_fails_is_reported_in_one_line(monkeypatch, cache_dir, t
     monkeypatch.setattr(build, "COMPILERS", (str(compiler),))
     with pytest.raises(build.BuildError, match="broken-compiler failed: fatal error: no luck"):
         build.kernel_library()
-    assert not list(cache_dir.rglob("*.so"))
 
 
 def test_results_do_not_depend_on_the_number_of_threads(library: Kernels) -> None:

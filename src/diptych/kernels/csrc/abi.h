@@ -17,10 +17,12 @@ enum class Epilogue : int32_t {
 };
 
 // Weights of one linear layer in the packed order of linear.h. out_features is a multiple of 16 and in_features of 32,
-// padded with zeros; `num_outputs` is how many columns are stored (half of out_features when gated).
+// padded with zeros; `num_outputs` is how many columns are stored (half of out_features when gated). With `scales`, one an
+// output, the weights are int8 in the order of quantized.h, and in_features is a multiple of 64.
 struct PackedLinear {
   const void* weight;
   const float* bias;
+  const float* scales;
   int64_t out_features;
   int64_t in_features;
   int64_t num_outputs;

@@ -6,6 +6,7 @@
 #include "decoder_layer.h"
 #include "linear.h"
 #include "norm.h"
+#include "quantized.h"
 #include "reduce.h"
 #if DIPTYCH_AMX
 #include "amx_attention.h"
@@ -76,8 +77,9 @@ void linear(const PackedLinear& layer, const void* x, void* out, int64_t num_row
             int64_t out_stride) {
   const LinearRows rows = {static_cast<const bfloat16*>(x), out, num_rows, x_stride, out_stride};
 #if DIPTYCH_AMX
-  if (num_rows > kMaxVectorRows) return linear_tiles(layer, rows);
+  if (num_rows > kMaxVectorRows) return layer.scales != nullptr ? quantized_tiles(layer, rows) : linear_tiles(layer, rows);
 #endif
+  if (layer.scales != nullptr) return quantized_rows(layer, rows);
   linear_rows(layer, rows);
 }
 
@@ -89,7 +91,8 @@ void pack(void* packed, const void* weight, int64_t num_rows, int64_t in_feature
 
 void embed(void* out, const int64_t* token_ids, const PackedLinear& table, int64_t num_tokens, int64_t size,
            int64_t out_stride, float scale, bool is_scaled) {
-  embed_packed(static_cast<bfloat16*>(out), token_ids, table, num_tokens, size, out_stride, scale, is_scaled);
+  const auto embed_table = table.scales != nullptr ? embed_quantized : embed_packed;
+  embed_table(static_cast<bfloat16*>(out), token_ids, table, num_tokens, size, out_stride, scale, is_scaled);
 }
 
 void attention(const AttentionLayer& layer, const AttentionStep& step, const AttentionTensors& tensors) {

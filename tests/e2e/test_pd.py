@@ -1,0 +1,233 @@
+"""Prefill and decode apart over HTTP: `diptych pd`, and the routers that others run before such engines."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from live_server import LiveServer, run_server, wait_for
+
+ENGINE_FLAGS = ("--kv-cache-memory", "16MiB", "--num-threads", "1", "--dtype", "float32", "--max-model-len", "1024")
+PROMPT = "The hinge joins two panels, and the panels fold: what one has seen the other may tell."
+ROUTERS = {
+    "sglang-router": ["-m", "sglang_router.launch_router", "--worker-startup-check-interval", "1"],
+    "smg": ["-m", "smg", "launch", "--worker-startup-check-interval", "1"],
+}
+
+
+@contextmanager
+def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own session, ended by SIGTERM, or SIGKILL if that does not help."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """`diptych pd` with the tiny model: one prefill engine, one decode engine, one router."""
+    log = tmp_path_factory.mktemp("pd") / "pd.log"
+    command = [sys.executable, "-m", "diptych", "pd", str(tiny_model), "--port", "0", *ENGINE_FLAGS]
+    with running(command, log) as process:
+
+        def url() -> str | None:
+            assert process.poll() is None, log.read_text()
+            found = re.search(r" at (http://\S+), prefill and decode apart", log.read_text())
+            return found and found[1]
+
+        yield LiveServer(str(wait_for(url, 100, "the cluster did not get ready")), "tiny-llama", process, log)
+
+
+@pytest.fixture(scope="module")
+def unified(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """One engine that does it all: what the others' answers are compared with."""
+    with run_server(tmp_path_factory.mktemp("unified"), str(tiny_model), *ENGINE_FLAGS, name="tiny-llama") as live:
+        yield live
+
+
+def engine_url(cluster: LiveServer, role: str) -> str:
+    (worker,) = [w for w in cluster.get("/workers")["workers"] if w["role"] == role]
+    return str(worker["url"])
+
+
+def rooms_done(cluster: LiveServer) -> int:
+    text = httpx.get(engine_url(cluster, "decode") + "/server_info").text
+    assert '"disaggregation_mode":"decode"' in text
+    load = httpx.get(engine_url(cluster, "prefill") + "/v1/loads?include=core,disagg").json()["loads"][0]
+    return int(load["disaggregation"]["rooms_done"])
+
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}),
+    "one token": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "temperature": 0}),
+    "a batch": ("/v1/completions", {"prompt": [PROMPT, PROMPT[:7], "x"], "max_tokens": 8, "temperature": 0}),
+    "seeded": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 24, "temperature": 1.3, "seed": 7}),
+    "penalties": (
+        "/v1/completions",
+        {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "presence_penalty": 1.5, "repetition_penalty": 1.3},
+    ),
+    "logprobs": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 3}),
+    "echo": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "logprobs": 2, "echo": True}),
+    "n": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 6, "temperature": 0.8, "seed": 3, "n": 3}),
+    "a stop": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "stop": ["e", "\u00e9"]}),
+    "regex": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "regex": "[ab]{5}c"}),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "temperature": 0},
+    ),
+    "native": (
+        "/generate",
+        {"text": PROMPT, "sampling_params": {"max_new_tokens": 9, "temperature": 0}, "return_logprob": True},
+    ),
+}
+# What no two servers have in common.
+VOLATILE = {"id", "created", "e2e_latency", "cached_tokens", "system_fingerprint"}
+
+
+def rounded(value: Any) -> Any:
+    """An answer without what differs from run to run."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items() if key not in VOLATILE}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_apart_answers_as_unified(cluster: LiveServer, unified: LiveServer, name: str) -> None:
+    path, body = BODIES[name]
+    before = rooms_done(cluster)
+    apart = cluster.post(path, body)
+    assert rounded(apart) == rounded(unified.post(path, body))
+    # An output of one token is over before its KV has landed.
+    assert rooms_done(cluster) > before or body.get("max_tokens") == 1
+
+
+def test_streams_with_the_openai_sdk(cluster: LiveServer, unified: LiveServer) -> None:
+    texts = []
+    for live in (cluster, unified):
+        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+            stream = client.completions.create(
+                model="tiny-llama", prompt=PROMPT + " And on.", max_tokens=30, temperature=0, stream=True
+            )
+            texts.append("".join(event.choices[0].text for event in stream))
+    assert texts[0] == texts[1] and texts[0]
+
+
+def test_a_client_that_leaves_frees_both_engines(cluster: LiveServer) -> None:
+    body = {"prompt": PROMPT * 3, "max_tokens": 800, "temperature": 0, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=30) as response:
+        next(response.iter_bytes())
+
+    def is_at_rest() -> bool:
+        loads = [
+            httpx.get(engine_url(cluster, role) + "/v1/loads").json()["loads"][0] for role in ("prefill", "decode")
+        ]
+        return all(load["num_total_reqs"] == 0 for load in loads)
+
+    wait_for(is_at_rest, 5, "the engines did not notice")
+
+
+def test_prefill_killed_costs_no_answer(cluster: LiveServer, unified: LiveServer) -> None:
+    """kill -9 of the prefill server: requests go on, computed by decode, within seconds. (The last test of this
+    cluster.)
+    """
+    path, body = BODIES["greedy"]
+    port = int(engine_url(cluster, "prefill").rsplit(":", 1)[1])
+    (victim,) = {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"}
+    os.kill(victim, signal.SIGKILL)
+    started = time.monotonic()
+    answers = [cluster.post(path, {**body, "prompt": f"{i} {PROMPT}"}) for i in range(3)]
+    assert time.monotonic() - started < 10
+    expected = [unified.post(path, {**body, "prompt": f"{i} {PROMPT}"}) for i in range(3)]
+    assert [rounded(a) for a in answers] == [rounded(e) for e in expected]
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, LiveServer]]:
+    """A prefill and a decode engine without a router."""
+    folders = [tmp_path_factory.mktemp(role) for role in ("prefill", "decode")]
+    prefill_flags = (*ENGINE_FLAGS, "--role", "prefill", "--disaggregation-bootstrap-port", "0")
+    with (
+        run_server(folders[0], str(tiny_model), *prefill_flags, name="tiny-llama") as prefill,
+        run_server(folders[1], str(tiny_model), *ENGINE_FLAGS, "--role", "decode", name="tiny-llama") as decode,
+    ):
+        yield prefill, decode
+
+
+@pytest.fixture(params=ROUTERS)
+def foreign_router(
+    request: pytest.FixtureRequest, engines: tuple[LiveServer, LiveServer], tmp_path: Path
+) -> Iterator[str]:
+    """The URL of somebody else's router in PD mode before our engines."""
+    prefill, decode = engines
+    registry = str(prefill.get("/server_info")["disaggregation_bootstrap_port"])
+    port = free_port()
+    command = [sys.executable, *ROUTERS[request.param], "--pd-disaggregation", "--policy", "round_robin"]
+    command += ["--prefill", prefill.url, registry, "--decode", decode.url]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    with running(command, tmp_path / "router.log") as process:
+        url = f"http://127.0.0.1:{port}"
+
+        def is_ready() -> bool:
+            assert process.poll() is None, (tmp_path / "router.log").read_text()
+            try:
+                body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 1}
+                return httpx.post(f"{url}/v1/completions", json=body, timeout=5).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_for(is_ready, 60, f"{request.param} did not get ready")
+        yield url
+
+
+@pytest.mark.parametrize("name", ["greedy", "one token", "a batch", "seeded", "logprobs", "chat", "native"])
+def test_foreign_routers_drive_our_engines(foreign_router: str, unified: LiveServer, name: str) -> None:
+    path, body = BODIES[name]
+    response = httpx.post(foreign_router + path, json={"model": "tiny-llama", **body}, timeout=30)
+    assert response.status_code == 200, response.text
+    answer, expected = response.json(), unified.post(path, body)
+    assert texts_of(answer) == texts_of(expected)
+
+
+def texts_of(answer: Any) -> list[str]:
+    if "choices" in answer:
+        return [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+    return [answer["text"]]
+
+
+def test_foreign_routers_stream(foreign_router: str, unified: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{foreign_router}/v1", api_key="none", max_retries=0) as client:
+        stream = client.chat.completions.create(
+            model="tiny-llama", messages=[{"role": "user", "content": PROMPT}], max_tokens=9, temperature=0, stream=True
+        )
+        text = "".join(event.choices[0].delta.content or "" for event in stream if event.choices)
+    path, body = BODIES["chat"]
+    assert [text] == texts_of(unified.post(path, body))

@@ -1,0 +1,119 @@
+"""The decode side alone: that nothing of a request is kept, and whom it asks again."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from types import SimpleNamespace
+
+import pytest
+from hinges import Notes, identity, site
+
+from diptych.core.request import Request, SamplingParams, TakeFrom
+from diptych.core.sequence import Sequence
+from diptych.scheduler.ports import Begin, GaveUp
+from diptych.transfer.control import Cancel, Failed, HelloReply
+from diptych.transfer.peers import PeerBook
+from diptych.transfer.ports import HingeLimits
+from diptych.transfer.receiver import FIRST_NUDGE_S, Receiver
+from diptych.transfer.wire import AuxLanded, ChunkLanded, Registration, TransferInfo, encode_notification
+
+LIMITS = HingeLimits(max_rooms=2)
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return Notes()
+
+
+@pytest.fixture
+def book(notes) -> PeerBook:
+    return PeerBook(notes, identity("decode"), LIMITS)
+
+
+@pytest.fixture
+def receiver(notes, book) -> Receiver:
+    return Receiver(site("decode"), book, network=notes, mover=notes, limits=LIMITS, rng=random.Random(1))
+
+
+def sequence(room: int | None = None) -> Sequence:
+    handoff = TakeFrom("127.0.0.1:7", "prefill", room)
+    request = Request(request_id="r", prompt_token_ids=[1, 2, 3], sampling=SamplingParams(), handoff=handoff)
+    return Sequence(request, [1, 2, 3], 8)
+
+
+def begin(receiver: Receiver, asking: Sequence) -> Begin:
+    return receiver.begin(asking, SimpleNamespace(pages=[3], num_leased=0))
+
+
+def land(receiver: Receiver, room: int) -> None:
+    receiver.on_notified(encode_notification(ChunkLanded(room, 0, True, 0)))
+    receiver.on_notified(encode_notification(AuxLanded(room, 0)))
+
+
+@pytest.mark.parametrize("end", ["landed", "failed", "refused", "cancelled", "lost"])
+def test_nothing_is_kept_of_a_request(receiver, book, notes, end: str) -> None:
+    asking = sequence(room=11)
+    assert begin(receiver, asking) is Begin.ELSEWHERE
+    generation = notes.told(TransferInfo)[0].extension.generation
+    if end == "landed":
+        land(receiver, 11)
+    elif end == "failed":
+        receiver.on_failed(Failed(room=11, generation=generation, kind="Overloaded", message="full"))
+    elif end == "refused":
+        receiver.on_hello_reply(HelloReply(identity("prefill"), "other model"), 0.0)
+    elif end == "cancelled":
+        receiver.cancel(asking)
+        receiver.on_quiesced(11, generation)
+    else:
+        receiver.lose(book.find("prefill"), is_dead=False)
+        receiver.keep(asking, [3])
+        receiver.on_quiesced(11, generation)
+    assert end == "cancelled" or begin(receiver, asking) is Begin.HERE
+    receiver.news()
+    gone = weakref.ref(asking)
+    del asking
+    gc.collect()
+    assert gone() is None
+
+
+def test_who_does_not_answer_is_asked_again(receiver, notes) -> None:
+    begin(receiver, sequence(room=11))
+    receiver.now = FIRST_NUDGE_S + 0.1
+    receiver.expire()
+    assert [type(message) for _, message in notes.sent] == [Registration, TransferInfo] * 2
+    receiver.on_joined(11, notes.told(TransferInfo)[0].extension.generation)
+    receiver.now += FIRST_NUDGE_S + 0.1
+    receiver.expire()
+    assert len(notes.sent) == 4
+
+
+def test_news_of_another_generation_is_none(receiver, notes) -> None:
+    begin(receiver, sequence(room=11))
+    other = notes.told(TransferInfo)[0].extension.generation + 1
+    receiver.on_failed(Failed(room=11, generation=other, kind="Overloaded", message="full"))
+    receiver.on_quiesced(11, other)
+    assert not receiver.news() and len(receiver.rooms) == 1
+
+
+def test_what_peers_say_of_strange_rooms_is_ignored(receiver) -> None:
+    for name in (b"1_kv_0_1_0", b"1_aux", b"", b"\xff", b"1_kv_0_2", b"9" * 500, b"-1_aux"):
+        receiver.on_notified(name)
+    receiver.on_quiesced(1, 1)
+    receiver.on_joined(1, 1)
+    assert not receiver.news() and receiver.num_foreign_notifications == 5
+
+
+def test_pages_of_a_silent_peer_stay_until_it_speaks_or_is_dead(receiver, book, notes) -> None:
+    asking = sequence(room=11)
+    begin(receiver, asking)
+    peer = book.find("prefill")
+    receiver.lose(peer, is_dead=False)
+    (gave_up,) = receiver.news()
+    assert gave_up == GaveUp(asking, None, keeps_pages=True)
+    receiver.keep(asking, [3])
+    assert receiver.freed_pages() == [] and notes.told(Cancel)
+    land_late = notes.told(TransferInfo)[0].extension.generation
+    receiver.on_quiesced(11, land_late)
+    assert receiver.freed_pages() == [3] and not len(receiver.rooms)
