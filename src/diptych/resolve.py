@@ -134,6 +134,8 @@ def _validate_transfer(config: TransferConfig) -> None:
         )
     if config.cluster_key == "":
         raise ConfigError("cluster_key must not be empty; leave it out on loopback")
+    if config.peer_host in ("0.0.0.0", "::"):
+        raise ConfigError(f"peer_host is {config.peer_host}, which no peer can reach: name an address of this host")
     if config.cluster_key is None and not _is_loopback(config.peer_host):
         raise ConfigError(
             f"peer_host is {config.peer_host}, which others can reach: set --cluster-key (or DIPTYCH_CLUSTER_KEY), the "

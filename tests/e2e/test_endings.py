@@ -138,7 +138,6 @@ async def test_disconnects_and_aborts_give_everything_back(start_tiny):
             # More than there are slots: some decode, some are in the middle of their prompt, some wait.
             readers = [Reader(http, {**LONG, "prompt": f"{index} " * 300, "rid": f"r{index}"}) for index in range(24)]
             plain = asyncio.create_task(http.post("/v1/completions", json={**LONG, "stream": False}))
-            await readers[0].begun.wait()
             while (await asyncio.to_thread(live.load))["num_waiting_reqs"] != 25 - 8:
                 await asyncio.sleep(0.01)
             for reader in readers[:12]:

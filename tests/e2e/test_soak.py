@@ -33,7 +33,7 @@ def test_short(tiny_model):
     check(soak(tiny_model, 16))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_minutes(tiny_model):
     check(soak(tiny_model, 180))

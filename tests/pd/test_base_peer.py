@@ -122,7 +122,6 @@ def test_many_rooms_at_once(prefill, peer) -> None:
     rooms = {}
     for index, length in enumerate([9, 30, 1, 44, 16, 5]):
         pages = [15 * index + page for page in reversed(range(-(-length // PAGE_SIZE)))]
-        rooms[77_000 + index] = (prompt_of(length + 100), pages, index)
         rooms[77_000 + index] = (prompt_of(length), pages, index)
     for room, (prompt, pages, slot) in rooms.items():
         send(peer, prefill, peer.transfer_info(room, pages, slot=slot))
@@ -143,9 +142,8 @@ def test_a_prefix_hit_on_prefill_is_sent_all_the_same(prefill, peer) -> None:
 
 
 def test_whole_pages_travel_while_the_rest_is_computed(prefill, peer) -> None:
-    prompt = [5, *prompt_of(400)][:400]  # 25 steps of 16 tokens
-    pages = list(range(96))
-    prompt = prompt[: len(pages) * PAGE_SIZE]
+    pages = list(range(NUM_PAGES))
+    prompt = [5, *prompt_of(NUM_PAGES * PAGE_SIZE - 1)]  # 24 steps of 16 tokens
     send(peer, prefill, peer.transfer_info(601, pages))
     prefill.send(request("long", prompt, HandTo(601), max_tokens=3))
     peer.wait(601)
@@ -247,12 +245,15 @@ def test_an_abort_ends_the_room(prefill, peer) -> None:
 
 
 def test_a_peer_that_vanishes_costs_its_room_alone(prefill, peers) -> None:
-    gone, honest = peers
-    send(gone, prefill, gone.transfer_info(860, []))
+    gone, honest = BasePeer(peers[0].shape), peers[1]
+    send(gone, prefill, gone.registration())
+    send(gone, prefill, gone.transfer_info(860, [1, 2]))
     prefill.wait_until(lambda: prefill.load().transfer.num_outgoing_rooms == 1, "the room")
+    gone.close()
+    prefill.send(request("there", prompt_of(6), HandTo(860), max_tokens=3))
     prefill.send(request("here", prompt_of(6), HandTo(861), max_tokens=3))
     send(honest, prefill, honest.transfer_info(861, [1, 2]))
     honest.wait(861)
     check_kv(honest, prompt_of(6), [1, 2])
-    prefill.send(request("there", prompt_of(6), HandTo(860), max_tokens=3))
     prefill.wait("there")
+    assert prefill.failure("there") is not None

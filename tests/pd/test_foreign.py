@@ -273,7 +273,8 @@ def test_a_long_noise(pair) -> None:
             thread.join()
     assert number >= NOISE_S / 2, "requests take seconds amid the noise"
     for engine, rss, count in zip(pair, before, counted, strict=True):
-        engine.wait_until(lambda e=engine: e.load().transfer.num_peers <= 2, "strangers to be forgotten")
+        # Those whose port refuses are gone; the few that named no address at all are forgotten after a minute.
+        engine.wait_until(lambda e=engine: e.load().transfer.num_peers < 30, "strangers to be forgotten")
         assert engine.load().transfer.foreign_frames_total > count + 1000
         assert resident_nbytes(engine) - rss < 300 * MIB
     time.sleep(1.0)

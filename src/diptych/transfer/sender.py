@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -32,6 +31,7 @@ from diptych.transfer.control import ControlMessage, Failed, FirstToken, HelloRe
 from diptych.transfer.destination import Destination, destination_of
 from diptych.transfer.extension import PeerExtension, RoomExtension
 from diptych.transfer.handoff import Handoff, handoff_descriptors
+from diptych.transfer.outgoing import Outgoing, Reader, Registered
 from diptych.transfer.peers import Peer, PeerBook, PeerState
 from diptych.transfer.plan import Descriptors, plan
 from diptych.transfer.ports import HingeLimits, Mover, Site
@@ -40,56 +40,6 @@ from diptych.transfer.state import Event, Transfer
 from diptych.transfer.wire import AuxLanded, ChunkLanded, Registration, TransferInfo, encode_notification
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Registered:
-    """A decode rank that may be written to. is_ready: the mover has met it. peer: None for one without our
-    extension.
-    """
-
-    agent_name: str
-    destination: Destination
-    peer: Peer | None
-    is_ready: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Reader:
-    """One destination of one room, and how far it has been served. num_sent_tokens: posted, from the prompt's start."""
-
-    registered: Registered
-    info: TransferInfo
-    num_sent_tokens: int
-    next_chunk: int = 0
-    has_all: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Outgoing:
-    """One room that we fill. write_ids: posted and not ended. handoff_slot: our row, from the first token on.
-
-    request_id: of the prompt in this engine, once it is known. sequence, pages: once it is computed in part.
-    """
-
-    transfer: Transfer
-    deadline: float
-    request_id: str | None = None
-    generation: int = 0
-    readers: dict[str, Reader] = field(default_factory=dict)
-    num_readers: int | None = None
-    sequence: Sequence | None = None
-    pages: SequencePages | None = None
-    handoff: Handoff | None = None
-    handoff_slot: int | None = None
-    write_ids: set[int] = field(default_factory=set)
-    is_sending: bool = False
-    error: DiptychError | None = None
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether every destination has named itself."""
-        return self.num_readers is not None and len(self.readers) >= self.num_readers
 
 
 class Sender:
@@ -176,6 +126,7 @@ class Sender:
             outgoing.generation = extension.generation
             if extension.prompt is not None:
                 self._order(outgoing, extension, now)
+        self._give_time(outgoing, now)
         self._advance(outgoing)
 
     def _answer(self, registered: Registered, message: ControlMessage) -> None:
@@ -191,9 +142,13 @@ class Sender:
         assert prompt is not None
         room = outgoing.transfer.room
         outgoing.request_id = f"{extension.instance_id}/{room}/{prompt.request_id}"
-        outgoing.deadline = now + self._limits.transfer_timeout
-        request = prompt.request(now)
-        self._requests.append(_with(request, outgoing.request_id, HandTo(room)))
+        request = msgspec.structs.replace(prompt.request(now), request_id=outgoing.request_id, handoff=HandTo(room))
+        self._requests.append(request)
+
+    def _give_time(self, outgoing: Outgoing, now: float) -> None:
+        """A side that waits alone gets less than two that have met."""
+        has_met = outgoing.request_id is not None and outgoing.is_joined
+        outgoing.deadline = now + (self._limits.transfer_timeout if has_met else self._limits.room_timeout)
 
     def take_requests(self) -> list[Request]:
         """Prompts that peers have sent since the last call; each is to be scheduled, or refused with `refuse`."""
@@ -216,7 +171,7 @@ class Sender:
         if outgoing is None or outgoing.request_id is not None:
             outgoing = self.rooms.open(room, self._new_room(room, now))
         outgoing.request_id = request.request_id
-        outgoing.deadline = now + self._limits.transfer_timeout
+        self._give_time(outgoing, now)
 
     def cancel_room(self, peer: Peer, room: int, generation: int) -> None:
         """Decode no longer wants the room. Always ends in a Quiesced, be the room unknown, over or full of writes."""
@@ -494,7 +449,3 @@ def _failed(room: int, generation: int, error: DiptychError, *, has_posted: bool
         message=str(error)[:4096],
         has_posted=has_posted,
     )
-
-
-def _with(request: Request, request_id: str, handoff: HandTo) -> Request:
-    return msgspec.structs.replace(request, request_id=request_id, handoff=handoff)

@@ -1,0 +1,66 @@
+"""What a prefill engine knows of the rooms that it fills, and of those who read them. Plain state; `sender` changes
+it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diptych.core.sequence import Sequence
+from diptych.errors import DiptychError
+from diptych.kv.cache import SequencePages
+from diptych.transfer.destination import Destination
+from diptych.transfer.handoff import Handoff
+from diptych.transfer.peers import Peer
+from diptych.transfer.state import Transfer
+from diptych.transfer.wire import TransferInfo
+
+
+@dataclass(slots=True, eq=False)
+class Registered:
+    """A decode rank that may be written to. is_ready: the mover has met it. peer: None for one without our
+    extension.
+    """
+
+    agent_name: str
+    destination: Destination
+    peer: Peer | None
+    is_ready: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """One destination of one room, and how far it has been served. num_sent_tokens: posted, from the prompt's start."""
+
+    registered: Registered
+    info: TransferInfo
+    num_sent_tokens: int
+    next_chunk: int = 0
+    has_all: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """One room that we fill. write_ids: posted and not ended. handoff_slot: our row, from the first token on.
+
+    request_id: of the prompt in this engine, once it is known. sequence, pages: once it is computed in part.
+    """
+
+    transfer: Transfer
+    deadline: float
+    request_id: str | None = None
+    generation: int = 0
+    readers: dict[str, Reader] = field(default_factory=dict)
+    num_readers: int | None = None
+    sequence: Sequence | None = None
+    pages: SequencePages | None = None
+    handoff: Handoff | None = None
+    handoff_slot: int | None = None
+    write_ids: set[int] = field(default_factory=set)
+    is_sending: bool = False
+    error: DiptychError | None = None
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether every destination has named itself."""
+        return self.num_readers is not None and len(self.readers) >= self.num_readers
