@@ -24,11 +24,11 @@ import uvloop
 from diptych.cli.pd_engine import EngineReady
 from diptych.config import EngineConfig
 from diptych.errors import Unavailable
+from diptych.router.app import create_app
 from diptych.router.config import EngineAddress, Role, RouterConfig
 from diptych.router.member import Member, State
-from diptych.router.process import http_server
 from diptych.router.state import RouterState
-from diptych.server.listening import listen
+from diptych.server.listening import http_server, listen
 from diptych.server.process import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class _Cluster:
 
     async def _run_router(self, listener: socket.socket) -> int:
         async with RouterState(self._router) as state:
-            http = http_server(state)
+            http = http_server(create_app(state))
             serving = asyncio.create_task(http.serve(sockets=[listener]))
             try:
                 code = await self._run_engines(state, listener.getsockname()[1])

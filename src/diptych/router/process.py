@@ -7,64 +7,28 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Generator
 
-import uvicorn
 import uvloop
 
-from diptych.errors import ConfigError
 from diptych.router.app import create_app
 from diptych.router.config import RouterConfig
 from diptych.router.state import RouterState
+from diptych.server.listening import http_server, listen
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
-_KEEP_ALIVE_S = 75
-_CONNECTION_GRACE_S = 3
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def route(config: RouterConfig) -> int:
     """Route until SIGTERM or Ctrl-C. Returns the exit status. Raises: ConfigError if the port is taken."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        listener = socket.create_server((config.host, config.port), family=family, backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error}; stop what uses it, or choose another --port"
-        ) from error
+    listener = listen(config.host, config.port, flag="--port")
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             return runner.run(_Routing(config, listener).run())
         finally:
             for number in _STOP_SIGNALS:  # all is stopped: an impatient Ctrl-C must not change the exit status
                 signal.signal(number, signal.SIG_IGN)
-
-
-class RouterServer(uvicorn.Server):
-    """uvicorn without its signal handlers: `_Routing` decides who may stop when."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-def http_server(state: RouterState) -> RouterServer:
-    """The HTTP server over an opened `state`."""
-    return RouterServer(
-        uvicorn.Config(
-            create_app(state),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_CONNECTION_GRACE_S,
-        )
-    )
 
 
 class _Routing:
@@ -82,7 +46,7 @@ class _Routing:
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         async with RouterState(self._config) as state:
-            http = http_server(state)
+            http = http_server(create_app(state))
             serving = asyncio.create_task(http.serve(sockets=[self._listener]))
             try:
                 print(self._banner(), flush=True)

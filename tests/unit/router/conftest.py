@@ -18,10 +18,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from diptych.router.app import create_app
 from diptych.router.config import EngineAddress, Role, RouterConfig
 from diptych.router.member import State
-from diptych.router.process import RouterServer, http_server
 from diptych.router.state import RouterState
+from diptych.server.listening import HttpServer, http_server
 
 QUICK = {"health_interval": 0.1, "health_timeout": 0.2, "breaker_pause": 0.3, "log_requests": False}
 
@@ -113,7 +114,7 @@ class ScriptedEngine:
 async def serving(app: Starlette, port: int = 0) -> AsyncIterator[str]:
     """The application behind uvicorn; its address."""
     config = uvicorn.Config(app, lifespan="off", ws="none", log_level="critical", timeout_graceful_shutdown=0)
-    server = RouterServer(config)
+    server = HttpServer(config)
     with socket.create_server(("127.0.0.1", port)) as listener:
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
@@ -159,7 +160,7 @@ async def routing(
     addresses = tuple(EngineAddress(url=engine.url, role=role) for engine, role in zip(engines, given, strict=True))
     config = RouterConfig(engines=addresses, **{**QUICK, **settings})
     async with RouterState(config) as state:
-        server = http_server(state)
+        server = http_server(create_app(state))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             task = asyncio.create_task(server.serve(sockets=[listener]))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
