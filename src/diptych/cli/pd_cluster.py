@@ -34,6 +34,7 @@ from diptych.server.process import die_with_parent
 logger = logging.getLogger(__name__)
 
 ENGINE_PROGRAM = (sys.executable, "-m", "diptych.cli.pd_engine")
+ENDING_S = 2.0
 JOIN_TIMEOUT_S = 30.0
 STOP_GRACE_S = 10.0
 STOP_NOW_S = 3.0
@@ -220,6 +221,10 @@ class _Cluster:
             starting.cancel()
             return 0
         if not starting.done() or starting.exception() is not None:
+            # A dying engine's pipe closes a moment before its end is known.
+            await asyncio.wait(
+                [child.ended for child in self._children], timeout=ENDING_S, return_when=asyncio.FIRST_COMPLETED
+            )
             self._report_failed_start(starting)
             return 1
         self._on_ready(port, self._children)

@@ -248,7 +248,7 @@ async def test_reasoning_is_split(make_world):
         ),
         ({"guided_regex": "a+"}, "regex", "a+"),
         ({"regex": "a+"}, "regex", "a+"),
-        ({"ebnf": "root ::= 'a'"}, "ebnf", "root ::= 'a'"),
+        ({"ebnf": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
         ({"guided_choice": ["a", "b"]}, "choice", '["a","b"]'),
         ({"json_schema": '{"type": "null"}'}, "json_schema", '{"type":"null"}'),
         ({"structured_outputs": {"json": {"type": "null"}}}, "json_schema", '{"type":"null"}'),
