@@ -111,6 +111,7 @@ class TransferLoad(msgspec.Struct, frozen=True, kw_only=True):
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of an engine: gauges of now, counters since its start (`*_total`).
 
+    host_s_total: CPU time of the engine's thread; compute_s_total: wall time of the worker's steps.
     prefix_queries_total: prompt tokens looked up in a prefix cache, of which cached_tokens_total were there.
     """
 
