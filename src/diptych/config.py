@@ -25,14 +25,19 @@ class ModelConfig:
     """"dummy" fills random weights from config.json alone."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute and KV dtype; auto: what the checkpoint says, bfloat16 for GGUF."""
-    quantization: Literal["none", "int8"] = "none"
-    """int8: round linear layers and embedding to 8 bits as they load (CPU, bfloat16); twice as fast to decode."""
+    quantization: Literal["none", "int8", "gguf"] = "none"
+    """On a CPU, in bfloat16. int8: round linear layers and embedding to 8 bits as they load; twice as fast to decode.
+    gguf: compute with a GGUF file's own blocks as they are; rounds nothing, as small as the file, decodes like int8 and
+    reads prompts more slowly.
+    """
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; default: what the model and the KV pool allow."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA if there is one."""
     num_threads: int | None = None
     """Compute threads on the CPU; default: one a core."""
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs; without, their kernels are launched one by one."""
     seed: int = 0
     """Seed of dummy weights and of requests that bring none."""
 
@@ -45,11 +50,14 @@ class CacheConfig:
     """Tokens in one KV page."""
     kv_cache_memory: str | None = None
     """KV pool size, such as "2GiB"; default: a share of free memory."""
-    mem_fraction: float = 0.5
-    """Share of the memory free after loading that the KV pool may take, if kv_cache_memory is not set."""
+    mem_fraction: float | None = None
+    """On a CPU, the share of the memory free after loading that the KV pool may take (default 0.5); on a GPU, the share
+    of its memory that the engine may take in all (default 0.9). kv_cache_memory overrides it."""
+    mem_sharers: int = 1
+    """Engines that share this memory: each takes its part of mem_fraction. `diptych pd` sets it."""
     prefix_caching: bool = True
     """Keep the pages of finished requests for prompts that begin alike."""
-    attention_backend: Literal["auto", "cpu", "reference"] = "auto"
+    attention_backend: Literal["auto", "flashinfer", "cpu", "reference"] = "auto"
     """Attention implementation; auto: the fastest that runs here."""
 
 
@@ -57,8 +65,8 @@ class CacheConfig:
 class SchedulerConfig:
     """What runs in a step."""
 
-    max_num_seqs: int = 64
-    """Sequences in one batch at most."""
+    max_num_seqs: int | None = None
+    """Sequences in one batch at most; default 64 on a CPU, 512 on a GPU."""
     max_num_batched_tokens: int | None = None
     """Token budget of a step, which also bounds prefill chunks; default 1024 on a CPU, 8192 on a GPU."""
     max_inflight_steps: int | None = None

@@ -10,6 +10,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._data = _map_file(path)
+        self._map = _map_file(path)
+        self._data: ByteArray = np.frombuffer(self._map, np.uint8)
         self._view = self._data.data
         self._metadata: dict[str, Scalar | _Array] = {}
         self.tensors: dict[str, GGUFTensor] = {}
@@ -152,6 +154,13 @@ class GGUFFile:
         """The tensor's bytes as they lie in the file: uint8 `[rows, bytes of a row]`, a read-only view of the map."""
         num_rows = math.prod(tensor.shape[:-1])
         return self._data[tensor.offset : tensor.offset + tensor.nbytes].reshape(num_rows, -1)
+
+    def release(self, tensor: GGUFTensor) -> None:
+        """Let the system take back the memory that holds this tensor's pages; reading them again maps them again."""
+        start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (tensor.offset + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > start and "MADV_DONTNEED" in vars(mmap):
+            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def _broken(self, what: str) -> ConfigError:
         return ConfigError(f"{self.path} cannot be read as GGUF: {what}. Download the file again, or name another one.")
@@ -270,10 +279,11 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == MAGIC
 
 
-def _map_file(path: Path) -> ByteArray:
+def _map_file(path: Path) -> mmap.mmap:
     try:
         if path.stat().st_size < 24:
             raise ConfigError(f"{path} is too short to be a GGUF file. Download it again, or name another one.")
-        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ConfigError(f"{path} cannot be opened ({error.strerror}). Check the path and its permissions.") from error

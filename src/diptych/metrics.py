@@ -139,6 +139,11 @@ _TRANSFER_READINGS = (
         lambda load: load.num_outgoing_rooms - load.num_outgoing_waiting,
     ),
     _TransferReading(
+        "num_decode_prealloc_queue_reqs",
+        "Requests that wait for pages which a prefill engine is to fill.",
+        lambda load: load.num_incoming_waiting,
+    ),
+    _TransferReading(
         "num_decode_transfer_queue_reqs",
         "Prompts that a prefill engine computes or sends for this one.",
         lambda load: load.num_incoming_rooms,

@@ -21,6 +21,8 @@ from diptych.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MAX_PAGE_SIZE = 256
+DEFAULT_TOKEN_BUDGET = {"cpu": 1024, "cuda": 8192}
+DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 512}
 
 _UNITS = {
     "": 1,
@@ -54,6 +56,16 @@ def parse_size(text: str, *, name: str = "size") -> int:
     if size < 1:
         raise ConfigError(f"{name} must be at least one byte, got {text!r}")
     return size
+
+
+def token_budget(config: SchedulerConfig, device_type: str) -> int:
+    """Tokens of a step at most, on a device that is known by now."""
+    return config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET[device_type]
+
+
+def max_num_seqs(config: SchedulerConfig, device_type: str) -> int:
+    """Sequences in a batch at most, on a device that is known by now."""
+    return config.max_num_seqs or DEFAULT_NUM_SEQS[device_type]
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -100,8 +112,9 @@ def _validate_cache(config: CacheConfig) -> None:
     size = config.page_size
     if not 1 <= size <= MAX_PAGE_SIZE or size & (size - 1):
         raise ConfigError(f"page_size must be a power of two from 1 to {MAX_PAGE_SIZE}, got {size}")
-    if not 0.0 < config.mem_fraction <= 1.0:
+    if config.mem_fraction is not None and not 0.0 < config.mem_fraction <= 1.0:
         raise ConfigError(f"mem_fraction must be above 0 and at most 1, got {config.mem_fraction}")
+    _at_least("mem_sharers", config.mem_sharers, 1)
     if config.kv_cache_memory is not None:
         parse_size(config.kv_cache_memory, name="kv_cache_memory")
 

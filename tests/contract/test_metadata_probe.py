@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from diptych.errors import PeerIncompatible
-from diptych.transfer.backend import MemoryRegion
+from diptych.transfer.backend import MemoryKind, MemoryRegion
 from diptych.transfer.metadata_probe import MetadataProbe, name_in
+from diptych.transfer.ucx import carrier_of
 
 pytest.importorskip("nixl_cu13")
 
@@ -35,9 +36,10 @@ def probe() -> Iterator[MetadataProbe]:
     made.close()
 
 
-def test_good_metadata_pass_again_and_again(probe, peer):
+def test_good_metadata_pass_again_and_again_and_tell_the_transports(probe, peer):
     for _ in range(3):
-        probe.check(peer.metadata())
+        lanes = probe.check(peer.metadata())
+        assert carrier_of(MemoryKind.DRAM, lanes) == "shm", lanes
 
 
 def test_damaged_metadata_do_not_spoil_the_good_ones(probe, peer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import signal
@@ -15,16 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import psutil
 import pytest
 from live_server import LiveServer, run_server, wait_for
 
+from diptych.errors import PeerIncompatible
+from diptych.server.peer_transfer import receive_from
+from diptych.server.registry_client import PrefillSummary, RankRoute, ask_registry, open_session
+
 ENGINE_FLAGS = ("--kv-cache-memory", "16MiB", "--num-threads", "1", "--dtype", "float32", "--max-model-len", "1024")
 PROMPT = "The hinge joins two panels, and the panels fold: what one has seen the other may tell."
 ROUTERS = {
-    "sglang-router": ["-m", "sglang_router.launch_router", "--worker-startup-check-interval", "1"],
-    "smg": ["-m", "smg", "launch", "--worker-startup-check-interval", "1"],
+    "sglang-router": ["-m", "sglang_router.launch_router", "--pd-disaggregation"],
+    "smg": ["-m", "smg", "launch", "--pd-disaggregation"],
+    "vllm-router": ["-m", "vllm_router.launch_router", "--vllm-pd-disaggregation", "--kv-connector", "nixl"],
 }
 
 
@@ -155,6 +163,44 @@ def test_a_client_that_leaves_frees_both_engines(cluster: LiveServer) -> None:
     wait_for(is_at_rest, 5, "the engines did not notice")
 
 
+def test_a_router_killed_in_mid_stream_leaves_nothing_behind(
+    engines: tuple[LiveServer, LiveServer], unified: LiveServer, tmp_path: Path
+) -> None:
+    """kill -9 of the router: the engines drop what nobody reads, and the next router finds them as they were."""
+    prefill, decode = engines
+    port = free_port()
+    command = [sys.executable, "-m", "diptych", "route", "--port", str(port)]
+    command += ["--prefill", prefill.url, "--decode", decode.url]
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        try:
+            return httpx.get(f"{url}/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    long = {"prompt": PROMPT * 2, "max_tokens": 800, "temperature": 0, "ignore_eos": True, "stream": True}
+    for number in range(2):
+        with running(command, tmp_path / f"router-{number}.log") as router:
+            wait_for(is_ready, 30, "the router did not get ready")
+            path, body = BODIES["greedy"]
+            answer = httpx.post(url + path, json=body, timeout=30).json()
+            assert texts_of(answer) == texts_of(unified.post(path, body))
+            with (
+                pytest.raises(httpx.TransportError),
+                httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=10) as response,
+            ):
+                chunks = response.iter_bytes()
+                next(chunks)
+                router.kill()
+                for _ in chunks:
+                    pass
+            for engine in engines:
+                engine.wait_until_idle(2.0)
+                disaggregation = engine.get("/v1/loads?include=disagg")["loads"][0]["disaggregation"]
+                assert disaggregation["quarantined_pages"] == 0
+
+
 def test_prefill_killed_costs_no_answer(cluster: LiveServer, unified: LiveServer) -> None:
     """kill -9 of the prefill server: requests go on, computed by decode, within seconds. (The last test of this
     cluster.)
@@ -187,11 +233,27 @@ def foreign_router(
     request: pytest.FixtureRequest, engines: tuple[LiveServer, LiveServer], tmp_path: Path
 ) -> Iterator[str]:
     """The URL of somebody else's router in PD mode before our engines."""
+    if request.param == "vllm-router":
+        pytest.importorskip("vllm_router")
     prefill, decode = engines
     registry = str(prefill.get("/server_info")["disaggregation_bootstrap_port"])
     port = free_port()
-    command = [sys.executable, *ROUTERS[request.param], "--pd-disaggregation", "--policy", "round_robin"]
-    command += ["--prefill", prefill.url, registry, "--decode", decode.url]
+    command = [
+        sys.executable,
+        *ROUTERS[request.param],
+        "--policy",
+        "round_robin",
+        "--worker-startup-check-interval",
+        "1",
+    ]
+    # vLLM's router asks no registry: prefill's answer names it.
+    command += [
+        "--prefill",
+        prefill.url,
+        *([] if request.param == "vllm-router" else [registry]),
+        "--decode",
+        decode.url,
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     with running(command, tmp_path / "router.log") as process:
         url = f"http://127.0.0.1:{port}"
@@ -231,3 +293,36 @@ def test_foreign_routers_stream(foreign_router: str, unified: LiveServer) -> Non
         text = "".join(event.choices[0].delta.content or "" for event in stream if event.choices)
     path, body = BODIES["chat"]
     assert [text] == texts_of(unified.post(path, body))
+
+
+def test_the_doctor_receives_from_a_peer(engines: tuple[LiveServer, LiveServer]) -> None:
+    registry = engines[0].get("/server_info")["disaggregation_bootstrap_port"]
+    command = [sys.executable, "-m", "diptych", "doctor", "--peer", f"127.0.0.1:{registry}"]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    assert re.search(r"ok +transport +shm", text) and re.search(r"ok +prompt of 16 .* KiB in .* ms", text), text
+    assert re.search(r"ok +16 KiB descriptors +[\d.]+ GB/s", text), text
+
+
+def test_the_doctor_is_refused_as_an_engine_of_another_model_would_be(engines: tuple[LiveServer, LiveServer]) -> None:
+    registry = engines[0].get("/server_info")["disaggregation_bootstrap_port"]
+
+    async def ask() -> tuple[RankRoute, PrefillSummary]:
+        async with open_session() as session:
+            summary = await ask_registry(session, "127.0.0.1", registry, rank=-1, group=-1, kind=PrefillSummary)
+            return await ask_registry(session, "127.0.0.1", registry, rank=0, group=0, kind=RankRoute), summary
+
+    route, summary = asyncio.run(ask())
+    other = msgspec.structs.replace(summary, fingerprint="another")
+    with pytest.raises(PeerIncompatible, match=f"another.*{summary.fingerprint}|{summary.fingerprint}.*another"):
+        receive_from(route, other, [16])
+
+
+def test_what_apart_costs_is_measured(tiny_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "diptych", "bench", "pd", str(tiny_model), "--json", str(tmp_path / "pd.json")]
+    command += ["--input-lens", "16,200", "--num-prompts", "3", "--output-len", "4", *ENGINE_FLAGS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "unrouted adds" in done.stdout
+    rows = json.loads((tmp_path / "pd.json").read_text())["rows"]
+    assert [row["input_len"] for row in rows] == [16, 200] and all(row["moved_nbytes"] > 0 for row in rows)
+    assert all(door["ttft_ms"]["count"] == 3 and not door["failures"] for row in rows for door in row["doors"].values())

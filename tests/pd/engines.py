@@ -58,7 +58,12 @@ class EngineUnderTest:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(asdict(config)).encode())
         self.process.stdin.close()
-        self.info = self._wait_ready()
+        try:
+            self.info = self._wait_ready()
+        except BaseException:
+            self.kill()  # so that what it leaves behind does not fail the next test
+            self._release()
+            raise
 
     def _wait_ready(self):
         deadline = time.monotonic() + STARTUP_S
@@ -164,6 +169,9 @@ class EngineUnderTest:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        self._release()
+
+    def _release(self) -> None:
         self.channel.socket.close(linger=0)
         self._context.term()
         self._folder.cleanup()

@@ -21,7 +21,9 @@ from engines import TOY_ENGINE, EngineUnderTest, request
 from toy_engine import EOS, VOCAB
 
 from diptych.config import EngineConfig, TransferConfig
+from diptych.core.request import TakeFrom
 from diptych.engine.toy import expected_output
+from diptych.transfer.sockets import MAX_FRAME_NBYTES
 
 Start = Callable[..., EngineUnderTest]
 MIB = 2**20
@@ -219,6 +221,24 @@ def test_hostile_messages(pair, victim: int, name: str) -> None:
     assert resident_nbytes(engine) - before < 300 * MIB
 
 
+@pytest.mark.parametrize("victim", [0, 1], ids=["prefill", "decode"])
+def test_oversized_frames_take_no_memory(pair, victim: int) -> None:
+    """A frame that is refused by its length is never held, be it cut off or sent in full."""
+    engine = pair[victim]
+    host, _, port = engine.address.address.rpartition(":")
+    greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 48
+    ready = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x04PUSH"
+    before = resident_nbytes(engine)
+    for nbytes in (MAX_FRAME_NBYTES + 1, 2**31, 2**62):
+        for _ in range(10):
+            with socket.create_connection((host, int(port))) as connection, suppress(OSError):
+                connection.sendall(greeting + ready + b"\x02" + struct.pack(">Q", nbytes))
+                for _ in range(64):
+                    connection.sendall(bytes(MIB))
+    assert resident_nbytes(engine) - before < 32 * MIB
+    check_serves(*pair, f"oversized{victim}")
+
+
 def noise(rng: random.Random) -> list[bytes]:
     """A message that is nearly one of ours, or nothing at all."""
     frames = rng.choice(
@@ -335,7 +355,28 @@ def test_without_the_right_key_nobody_gets_in(start_engine: Start, key: str | No
     assert (load.num_peers, load.rooms_done_total, load.foreign_frames_total) == (0, 0, 0)
     assert stranger.load().transfer.rooms_done_total == 0
     check_serves(prefill, keyed(start_engine, "decode", "s3cret"), "friend")
-    held = stranger.load()  # for all it knows its room was heard, and only the answers were lost
-    assert held.num_owned_pages == held.num_quarantined_pages
-    prefill.kill()
-    stranger.wait_at_rest()
+    stranger.wait_at_rest(timeout_s=3.0)  # nothing of what it asked can have been read
+
+
+def test_who_never_answers_holds_the_pages_of_one_prompt(start_engine: Start) -> None:
+    """A listener that lets us connect may have read what we asked: it keeps what it was given, and gets no more."""
+    decode = start_engine("decode", heartbeat_timeout=1.5)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    silent = context.socket(zmq.PULL)
+    port = silent.bind_to_random_port("tcp://127.0.0.1")
+    sent = [
+        request(f"r{i}", [i, *range(29)], TakeFrom(f"127.0.0.1:{port}", "nobody"), max_tokens=5, ignore_eos=True)
+        for i in range(20)
+    ]
+    for each in sent:
+        decode.send(each)
+    for each in sent:
+        decode.wait(each.request_id, timeout_s=5.0)
+        assert decode.tokens(each.request_id) == expected_output(
+            each, vocab_size=VOCAB, max_len=1024, eos_token_ids=EOS
+        )
+    held = decode.load()
+    assert held.num_owned_pages == held.num_quarantined_pages == 8, "30 tokens in pages of 4"
+    silent.close()
+    context.term()
+    decode.wait_at_rest(timeout_s=3.0)

@@ -112,3 +112,21 @@ def test_a_mismatch_is_refused_with_both_values(start_engine, capfd) -> None:
     assert failure.kind == "PeerIncompatible" and "toy" in failure.message and "other" in failure.message
     prefill.wait_at_rest()
     decode.wait_at_rest()
+
+
+def test_each_side_logs_the_stages_of_a_room(start_engine, capfd) -> None:
+    prefill, decode = start_engine("prefill", max_num_batched_tokens=16), start_engine("decode")
+    sent = request("told", prompt_of(40), prefill.address, max_tokens=3, ignore_eos=True)
+    decode.send(sent)
+    decode.wait("told")
+    decode.wait_at_rest()
+    prefill.wait_at_rest()
+    lines = [line for line in capfd.readouterr().err.splitlines() if " over: " in line]
+    (handed,) = [line for line in lines if "handed over: " in line]
+    (taken,) = [line for line in lines if "taken over: " in line]
+    fields = [dict(part.split("=", 1) for part in line.split() if "=" in part) for line in (handed, taken)]
+    assert fields[0]["room"] == fields[1]["room"] and fields[0]["outcome"] == fields[1]["outcome"] == "done"
+    assert fields[1]["request_id"] == "told" and fields[0]["request_id"].endswith("/told")
+    times = {"room_wait_ms", "first_write_ms", "first_token_ms", "transfer_ms", "total_ms"}
+    assert fields[0].keys() >= times | {"bytes", "descriptors", "gb_s"} and fields[1].keys() >= times | {"queue_ms"}
+    assert all(0.0 <= float(fields[side][name]) < 30_000 for side in (0, 1) for name in times)

@@ -51,7 +51,7 @@ def toy_info(config: EngineConfig) -> EngineInfo:
         page_size=page_size,
         num_pages=NUM_KV_TOKENS // page_size,
         page_nbytes=8 * page_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=config.scheduler.max_num_seqs or 64,
         device="cpu",
         attention_backend="none",
         load_s=0.0,

@@ -28,7 +28,7 @@ from diptych.kv.layout import KVLayout
 from diptych.scheduler.scheduler import Scheduler
 from diptych.scheduler.step import SchedulerLimits
 from diptych.transfer.agent import StepwiseAgent
-from diptych.transfer.backend import MemoryRegion
+from diptych.transfer.backend import HOST, MemoryRegion
 from diptych.transfer.extension import LayoutFields, PeerExtension
 from diptych.transfer.handoff import HandoffLayout, HandoffRows, HandoffSlots
 from diptych.transfer.hinge import Hinge
@@ -41,13 +41,17 @@ EOS = (7,)
 
 @dataclass(frozen=True, kw_only=True)
 class Weather:
-    """What goes wrong in one run. delays in virtual seconds; probabilities each time; faults a schedule of events."""
+    """What goes wrong in one run. delays in virtual seconds; probabilities each time; faults a schedule of events.
+
+    num_strangers: engines with another cluster key, to which no connection opens.
+    """
 
     max_delay: float = 0.01
     drop_frame: float = 0.0
     write_faults: Faults = field(default_factory=Faults)
     num_kills: int = 0
     num_freezes: int = 0
+    num_strangers: int = 0
     cancel: float = 0.0
 
 
@@ -62,6 +66,8 @@ class ControlNetwork:
         self._last: dict[tuple[str, str], float] = {}
         self._serial = itertools.count()
         self._inboxes: dict[str, deque[list[bytes]]] = {}
+        self._opened: set[tuple[str, str]] = set()
+        self.strangers: set[str] = set()
 
     def listen(self, address: str) -> deque[list[bytes]]:
         """Open an address; whatever an earlier process there did not read is lost with it."""
@@ -78,11 +84,17 @@ class ControlNetwork:
         return address not in self._inboxes
 
     def send(self, source: str, address: str, frames: list[bytes]) -> None:
-        if self._rng.random() < self._weather.drop_frame or address not in self._inboxes:
+        if address not in self._inboxes or {address, source.partition("/")[0]} & self.strangers:
+            return
+        self._opened.add((source, address))
+        if self._rng.random() < self._weather.drop_frame:
             return
         due = max(self.now + self._rng.uniform(0, self._weather.max_delay), self._last.get((source, address), 0.0))
         self._last[source, address] = due
         heapq.heappush(self._wire, (due, next(self._serial), address, frames))
+
+    def has_opened(self, source: str, address: str) -> bool:
+        return (source, address) in self._opened
 
     def deliver(self) -> None:
         while self._wire and self._wire[0][0] <= self.now:
@@ -108,6 +120,9 @@ class ControlSocket:
 
     def is_refused(self, address: str) -> bool:
         return self._network.is_refused(address)
+
+    def withdraw(self, address: str) -> bool:
+        return not self._network.has_opened(self._source, address)
 
     def forget(self, address: str) -> None:
         """Nothing is kept per connection."""
@@ -174,6 +189,7 @@ class Engine:
             agent_metadata=self.backend.metadata(),
             layout=layout,
             kv_base=self.worker.memory.ctypes.data,
+            kv_space=HOST,
             handoff_layout=handoff,
             handoff_base=self._rows.ctypes.data,
             handoff_rows=HandoffRows(handoff, self._rows),
@@ -258,6 +274,8 @@ class Cluster:
         self._serial = itertools.count()
         for name in [*(f"p{i}" for i in range(num_prefill)), *(f"d{i}" for i in range(num_decode))]:
             self.start(name)
+        for name in self.rng.sample(list(self.engines), weather.num_strangers):
+            self.network.strangers.add(self.engines[name].address)
 
     def start(self, name: str) -> None:
         """Start an engine, or a new instance of one."""

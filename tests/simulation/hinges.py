@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from diptych.kv.layout import KVLayout
+from diptych.transfer.backend import HOST, MemorySpace
 from diptych.transfer.control import CONTROL_GUARD, ControlMessage, decode_control
 from diptych.transfer.extension import LayoutFields, PeerExtension
 from diptych.transfer.handoff import HandoffLayout, HandoffRows, HandoffSlots
@@ -24,6 +25,7 @@ class Notes:
 
     sent: list[tuple[str, ControlMessage | Registration | TransferInfo]] = field(default_factory=list)
     commands: list[tuple[object, ...]] = field(default_factory=list)
+    is_unreachable: bool = False
 
     def send(self, address: str, frames: list[bytes]) -> None:
         is_control = frames[0] == CONTROL_GUARD
@@ -35,6 +37,10 @@ class Notes:
     def is_refused(self, address: str) -> bool:
         return False
 
+    def withdraw(self, address: str) -> bool:
+        self.commands.append(("withdraw", address))
+        return self.is_unreachable
+
     def forget(self, address: str) -> None:
         self.commands.append(("forget", address))
 
@@ -44,7 +50,16 @@ class Notes:
     def remove_peer(self, peer: str) -> None:
         self.commands.append(("remove_peer", peer))
 
-    def write(self, write_id: int, peer: str, *, descriptors: Descriptors, notification: bytes) -> None:
+    def write(
+        self,
+        write_id: int,
+        peer: str,
+        *,
+        descriptors: Descriptors,
+        notification: bytes,
+        source: MemorySpace = HOST,
+        destination: MemorySpace = HOST,
+    ) -> None:
         self.commands.append(("write", write_id, peer, notification))
 
     def expect(self, is_expecting: bool) -> None:
@@ -67,6 +82,7 @@ def site(name: str, *, num_slots: int = 4) -> Site:
         agent_metadata=b"metadata",
         layout=LAYOUT,
         kv_base=1 << 20,
+        kv_space=HOST,
         handoff_layout=handoff,
         handoff_base=rows.ctypes.data,
         handoff_rows=HandoffRows(handoff, rows),

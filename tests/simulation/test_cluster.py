@@ -24,6 +24,7 @@ LOSSY = Weather(
 IMPATIENT = Weather(cancel=0.5, max_delay=0.05, write_faults=Faults(max_delay_s=0.2))
 DEADLY = Weather(num_kills=4, cancel=0.1, write_faults=Faults(max_delay_s=0.1))
 FREEZING = Weather(num_freezes=3, cancel=0.1, write_faults=Faults(max_delay_s=0.1))
+STRANGE = Weather(num_strangers=1, num_freezes=1, cancel=0.2, write_faults=Faults(max_delay_s=0.1))
 STORM = Weather(
     max_delay=0.1,
     drop_frame=0.05,
@@ -39,6 +40,7 @@ WEATHERS = {
     "impatient": IMPATIENT,
     "deadly": DEADLY,
     "freezing": FREEZING,
+    "strange": STRANGE,
     "storm": STORM,
 }
 

@@ -58,6 +58,22 @@ def test_tensors(path: Path) -> None:
     assert file.rows(file.tensors["half"]).view(np.float16).tolist() == [list(range(8))]
 
 
+def test_released_tensors_can_be_read_again(tmp_path: Path) -> None:
+    values = np.arange(1 << 16, dtype=np.float32).reshape(16, -1)
+    writer = gguf.GGUFWriter(tmp_path / "large.gguf", "llama")
+    writer.add_tensor("large", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(tmp_path / "large.gguf")
+    tensor = file.tensors["large"]
+    rows = file.rows(tensor)
+    for _ in range(2):
+        assert np.array_equal(rows.view(np.float32), values)
+        file.release(tensor)
+
+
 @pytest.mark.parametrize(
     ("read", "complaint"),
     [

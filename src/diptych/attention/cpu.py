@@ -5,12 +5,14 @@ Knows the shape of a step; the arithmetic is in kernels/csrc. Worker's thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from diptych.attention.backend import AttentionInputs, AttentionSpec
 from diptych.errors import ConfigError
 from diptych.kernels.attention import PagedAttention, StepShape
-from diptych.kernels.decoder_layer import FusedLayer
+from diptych.kernels.decoder_layer import FusedLayer, FusedStack, StackedLayer
 from diptych.kernels.library import kernels
 from diptych.kv.pool import KVPool
 
@@ -35,18 +37,19 @@ class CPUAttention:
         layer = self._layer(query.shape[1], spec)
         return layer(_heads_adjacent(query), _heads_adjacent(key), _heads_adjacent(value), self._shape_of(inputs))
 
-    def run_layer(
+    def stacked(self, layer: FusedLayer, spec: AttentionSpec, *, num_heads: int, rotation: int) -> StackedLayer:
+        """A decoder layer with its attention over this pool."""
+        return StackedLayer(layer, self._layer(num_heads, spec), rotation)
+
+    def run_stack(
         self,
-        layer: FusedLayer,
+        stack: FusedStack,
         hidden: torch.Tensor,
-        *,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         inputs: AttentionInputs,
-        spec: AttentionSpec,
-        num_heads: int,
     ) -> torch.Tensor:
-        """A decoder layer as a whole, its attention over this pool: the residual stream [T, hidden], in place."""
-        return layer(hidden, *rotation, attention=self._layer(num_heads, spec), shape=self._shape_of(inputs))
+        """Layers that `stacked` has made, as a whole: the residual stream [T, hidden], in place."""
+        return stack(hidden, rotations, self._shape_of(inputs))
 
     def _layer(self, num_heads: int, spec: AttentionSpec) -> PagedAttention:
         layer = self._layers.get((spec.layer, num_heads))

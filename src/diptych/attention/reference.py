@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diptych.attention.backend import AttentionInputs, AttentionSpec
 from diptych.attention.step_plan import QUERY_BLOCK, DecodeGroup, PoolRows, PrefillRow, StepPlan, plan_step
@@ -161,6 +162,10 @@ def attend(
     spec: AttentionSpec,
 ) -> torch.Tensor:
     """Attention of [b, h, Q, D] over [b, h, S, D] under an additive mask, softmax in float32."""
+    if spec.soft_cap is None and query.is_cuda:
+        # The fused kernels want masks that begin at 16 bytes; ours begin anywhere in a table.
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=spec.scale)
     if spec.soft_cap is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=spec.scale)
     scores = torch.matmul(query.float(), key.float().mT).mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)

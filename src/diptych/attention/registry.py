@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import cast
 
 from diptych.attention.backend import AttentionBackend
@@ -12,15 +14,32 @@ from diptych.kv.pool import KVPool
 
 AUTO = "auto"
 
-BACKENDS: dict[str, tuple[str, str]] = {
-    "cpu": ("diptych.attention.cpu", "CPUAttention"),
-    "reference": ("diptych.attention.reference", "ReferenceAttention"),
+
+@dataclass(frozen=True, slots=True)
+class BackendEntry:
+    """Where a backend's class is, which is called with the pool, and the types of device that it runs on."""
+
+    module: str
+    attribute: str
+    devices: tuple[str, ...]
+
+
+BACKENDS: dict[str, BackendEntry] = {
+    "flashinfer": BackendEntry("diptych.attention.flashinfer", "FlashInferAttention", ("cuda",)),
+    "cpu": BackendEntry("diptych.attention.cpu", "CPUAttention", ("cpu",)),
+    "reference": BackendEntry("diptych.attention.reference", "ReferenceAttention", ("cuda", "cpu")),
 }
-"""Name to module and class, fastest first; the class is called with the pool."""
+"""Backends by name, fastest first."""
 
 
-def resolve_attention(name: str, device_type: str = "cpu") -> str:
-    """The name of a backend, "auto" resolved to the fastest one that runs. Raises ConfigError for an unknown name."""
+def resolve_attention(name: str, device_type: str = "cpu", *, itemsize: int = 2) -> str:
+    """The name of a backend, "auto" resolved to the fastest one that runs. Raises ConfigError for an unknown name.
+
+    Args: itemsize: bytes of one element of the KV pool.
+    """
+    if name == AUTO and device_type == "cuda":
+        has_kernels = find_spec("flashinfer") is not None and find_spec("triton") is not None
+        return "flashinfer" if has_kernels and itemsize == 2 else "reference"
     if name == AUTO:
         return "cpu" if device_type == "cpu" and kernels() is not None else "reference"
     if name not in BACKENDS:
@@ -31,5 +50,12 @@ def resolve_attention(name: str, device_type: str = "cpu") -> str:
 
 def create_attention(name: str, pool: KVPool) -> AttentionBackend:
     """The backend called `name` over `pool`. Raises ConfigError for an unknown name."""
-    module, attribute = BACKENDS[resolve_attention(name, pool.tensor.device.type)]
-    return cast(AttentionBackend, vars(import_module(module))[attribute](pool))
+    resolved = resolve_attention(name, pool.tensor.device.type, itemsize=pool.tensor.element_size())
+    entry = BACKENDS[resolved]
+    try:
+        backend = vars(import_module(entry.module))[entry.attribute]
+    except ImportError as error:
+        raise ConfigError(
+            f"attention backend {resolved!r} cannot be loaded ({error}); use 'auto', or install it"
+        ) from error
+    return cast(AttentionBackend, backend(pool))

@@ -11,9 +11,9 @@ import logging
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,7 +45,7 @@ class ServeOptions:
 
     url: of the server, without /v1. model: name in the requests. concurrency: requests open at once at most.
     request_rate: arrivals a second, a Poisson process drawn with `seed`. Neither: all at once. timeout_s: for a whole
-    request.
+    request. extra: fields that every body gets besides.
     """
 
     url: str
@@ -57,6 +57,7 @@ class ServeOptions:
     temperature: float = 0.0
     seed: int = 0
     timeout_s: float = 600.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc:
@@ -145,7 +146,7 @@ async def measure_cases(
         warmup = warmup_requests(case.rounds[0], options.num_warmup, max_tokens=WARMUP_TOKENS)
         # What fails here fails again when it counts, and is reported then.
         await asyncio.gather(
-            *(_measure_request(session, request, options=options, began=time.perf_counter()) for request in warmup)
+            *(measure_request(session, request, options=options, began=time.perf_counter()) for request in warmup)
         )
         rounds = tuple([await measure_round(session, requests, options) for requests in case.rounds])
         results.append(CaseResult(case=case, rounds=rounds))
@@ -166,7 +167,7 @@ async def measure_round(
         await asyncio.sleep(began + due_s - time.perf_counter())
         async with places:
             started_s = due_s if options.request_rate is not None else time.perf_counter() - began
-            return await _measure_request(session, request, options=options, began=began, started_s=started_s)
+            return await measure_request(session, request, options=options, began=began, started_s=started_s)
 
     records = await asyncio.gather(*map(measure, requests, due))
     after = await _engine_totals(session)
@@ -224,7 +225,7 @@ def _num_tokens(choice: dict[str, Any]) -> int:
     return 1 if choice.get("text") or choice.get("delta", {}).get("content") else 0
 
 
-async def _measure_request(
+async def measure_request(
     session: aiohttp.ClientSession,
     request: BenchRequest,
     *,
@@ -232,6 +233,10 @@ async def _measure_request(
     began: float,
     started_s: float = 0.0,
 ) -> RequestRecord:
+    """Send one request and follow its stream; a failure is part of the record.
+
+    began: `time.perf_counter()` at the start of the clock that the record's times count from.
+    """
     stream = _Stream(began)
     error: str | None = None
     try:
@@ -284,6 +289,7 @@ def _http_request(request: BenchRequest, options: ServeOptions) -> tuple[str, di
         "stream_options": {"include_usage": True},
         # Without the ids, a token that completes no character would make no event, and so no arrival.
         "return_token_ids": True,
+        **options.extra,
     }
     if isinstance(request.prompt, Conversation):
         return "v1/chat/completions", {**body, "messages": request.prompt.messages}

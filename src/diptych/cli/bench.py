@@ -1,4 +1,4 @@
-"""`diptych bench offline | serve | transfer`: what to measure, from flags; the figures as tables, JSON and a plot.
+"""`diptych bench offline | serve | pd | transfer`: what to measure, from flags; the figures as tables, JSON and a plot.
 
 Each subcommand is imported only when it runs. Owns the flags; `diptych.bench` does the work.
 """
@@ -180,6 +180,14 @@ def run_transfer(arguments: Sequence[str]) -> int:
     return bench_transfer.run(arguments)
 
 
+def run_pd(arguments: Sequence[str]) -> int:
+    """Measure prefill and decode apart against one engine."""
+    _import_extra("diptych.bench.serve", "aiohttp")
+    from diptych.cli import bench_pd
+
+    return bench_pd.run(arguments)
+
+
 def run_serve(arguments: Sequence[str]) -> int:
     """Measure a running server. Returns 1 if no request completed."""
     description = "Measure a running OpenAI-compatible server with streaming requests."
@@ -293,5 +301,6 @@ def _without_secrets(config: EngineConfig) -> dict[str, Any]:
 SUBCOMMANDS = {
     "offline": Subcommand("an engine inside this process, without HTTP", run_offline),
     "serve": Subcommand("a running server, over HTTP", run_serve),
+    "pd": Subcommand("prefill and decode apart against one engine, on this machine", run_pd),
     "transfer": Subcommand("moving KV pages to a peer", run_transfer),
 }

@@ -192,7 +192,7 @@ def _choices(torch: ModuleType | None) -> list[Finding]:
         return [Finding("choices", "device", "none", "warn", "torch cannot be imported, nothing can be served")]
     # These import torch, so they wait until it is known to be there.
     from diptych.attention.registry import resolve_attention
-    from diptych.worker.memory import MAX_DEFAULT_POOL_NBYTES_CPU, free_nbytes
+    from diptych.worker.memory import DEFAULT_MEM_FRACTION, MAX_DEFAULT_POOL_NBYTES_CPU, free_nbytes
 
     config = EngineConfig()
     on_gpu = torch.cuda.is_available()
@@ -200,11 +200,13 @@ def _choices(torch: ModuleType | None) -> list[Finding]:
     return [
         Finding("choices", "device", device, "ok", "a GPU was found" if on_gpu else "no CUDA GPU"),
         _dtype_choice(on_gpu=on_gpu),
-        Finding("choices", "attention backend", resolve_attention(config.cache.attention_backend), "ok", _FASTEST),
+        Finding(
+            "choices", "attention backend", resolve_attention(config.cache.attention_backend, device), "ok", _FASTEST
+        ),
         _thread_choice(on_gpu=on_gpu),
         _pool_choice(
             free_nbytes(torch.device(device)),
-            config.cache.mem_fraction,
+            config.cache.mem_fraction or DEFAULT_MEM_FRACTION[device],
             limit=None if on_gpu else MAX_DEFAULT_POOL_NBYTES_CPU,
         ),
     ]

@@ -1,7 +1,6 @@
-"""`diptych doctor --peer HOST:PORT`: what a prefill engine's registry tells, and what would carry its KV to here.
+"""`diptych doctor --peer HOST:PORT`: what a prefill engine's registry tells, and how its pages come here.
 
-Takes part in nothing: no engine is met and no KV moves. What only a transfer between the two could show is said to be
-unknown.
+Asks the engine for a few random prompts, as a decode engine would, and throws away what it gets.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import ipaddress
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from diptych.cli.finding import Finding
 from diptych.config import ModelConfig
-from diptych.errors import ConfigError, PeerLost
+from diptych.errors import ConfigError, PeerIncompatible, PeerLost
 from diptych.models.fingerprint import fingerprint
 from diptych.models.spec import inspect_model
 from diptych.server.registry_client import PrefillSummary, RankRoute, ask_registry, open_session
@@ -27,7 +25,7 @@ from diptych.transfer.rooms import DEFAULT_BOOTSTRAP_PORT
 CONNECT_TIMEOUT_S = 2.0
 BENCH_NBYTES = 16 * 2**20
 BENCH_REPEATS = 3
-_RDMA_DEVICES = Path("/sys/class/infiniband")
+PROMPT_PAGES = (1, 8, 32)
 _SECTION = "peer"
 
 
@@ -56,7 +54,8 @@ def examine_peer(peer: str, model_path: str | None) -> list[Finding]:
         *_engine(answers.summary),
         _control_socket(answers.route),
         *_model(answers.summary, model_path),
-        *_carrier(answers.route.rank_ip),
+        *_received(answers),
+        *_measured_here(answers.route.rank_ip),
     ]
 
 
@@ -130,39 +129,57 @@ def _shape(num_layers: int | None, num_kv_heads: int | None, head_dim: int | Non
     return f"{num_layers} layers x {num_kv_heads} KV heads x {head_dim}"
 
 
-def _carrier(rank_ip: str) -> list[Finding]:
-    """What would carry the bytes, as far as one side can tell."""
-    if not is_here(rank_ip):
-        has_rdma = _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
-        value = "rdma, if the peer has it too" if has_rdma else "tcp: this machine has no RDMA device"
-        note = "only a transfer shows it: engines log it with their first one, /v1/loads has it as transport"
-        return [
-            Finding(_SECTION, "transport", value, "info" if has_rdma else "warn", note),
-            Finding(_SECTION, "bandwidth", "unknown", "info", "cannot be measured from one side"),
-        ]
+def _received(answers: _Answers) -> list[Finding]:
+    """What a decode engine in this process sees of the peer: is it taken, over what do pages come, how fast."""
+    page_size = answers.summary.page_size or 0
     try:
-        return _measured_here()
+        # Imported only now: NIXL may not be there.
+        from diptych.server.peer_transfer import receive_from
+
+        landings = receive_from(answers.route, answers.summary, [page_size * count for count in PROMPT_PAGES])
+    except PeerIncompatible as error:
+        return [Finding(_SECTION, "transfer", "refused", "warn", str(error))]
     # NIXL and its native libraries raise whatever they like; the doctor must survive all of it.
     except Exception as error:
-        return [Finding(_SECTION, "transport", "unknown", "warn", f"{type(error).__name__}: {error}")]
-
-
-def _measured_here() -> list[Finding]:
-    """The peer is on this machine: two processes of our own show what its host memory would be carried by."""
-    # Imported only now: NIXL may not be there.
-    from diptych.cli.bench_transfer import KIB, bandwidths, bench
-    from diptych.transfer.plan import PageOrder
-
-    note = "between two processes of this machine, host memory"
-    with bench(BENCH_NBYTES) as running:
-        rows = list(bandwidths(running, PageOrder.PAGE_MAJOR, repeats=BENCH_REPEATS))
-        transport = running.transport
+        return [Finding(_SECTION, "transfer", "failed", "warn", f"{type(error).__name__}: {error}")]
+    transport = landings[-1].transport
+    note = "pages of the peer into host memory of this process"
+    if transport == "tcp":
+        note += "; with RDMA, or shared memory on one machine, this would be ten times faster or more"
     return [
         Finding(_SECTION, "transport", transport, "warn" if transport == "tcp" else "ok", note),
         *(
-            Finding(_SECTION, f"{row.page_nbytes // KIB} KiB descriptors", f"{row.gb_per_s:.2f} GB/s", "ok", note)
-            for row in rows
+            Finding(
+                _SECTION,
+                f"prompt of {landing.num_tokens}",
+                f"{landing.nbytes / 2**10:,.0f} KiB in {1e3 * landing.land_s:.1f} ms"
+                + (f", {landing.gb_per_s:.2f} GB/s" if landing.land_s else ""),
+                "ok",
+                f"from the first token to the last page; first token after {1e3 * landing.ttft_s:.1f} ms",
+            )
+            for landing in landings
         ),
+    ]
+
+
+def _measured_here(rank_ip: str) -> list[Finding]:
+    """If the peer is on this machine: what two processes reach by descriptor size, without a model between them."""
+    if not is_here(rank_ip):
+        return []
+    try:
+        # Imported only now: NIXL may not be there.
+        from diptych.cli.bench_transfer import KIB, bandwidths, bench
+        from diptych.transfer.plan import PageOrder
+
+        with bench(BENCH_NBYTES) as running:
+            rows = list(bandwidths(running, PageOrder.PAGE_MAJOR, repeats=BENCH_REPEATS))
+    # As above.
+    except Exception as error:
+        return [Finding(_SECTION, "bandwidth", "unknown", "warn", f"{type(error).__name__}: {error}")]
+    note = "between two processes of this machine, host memory"
+    return [
+        Finding(_SECTION, f"{row.page_nbytes // KIB} KiB descriptors", f"{row.gb_per_s:.2f} GB/s", "ok", note)
+        for row in rows
     ]
 
 

@@ -93,7 +93,7 @@ def engine_configs(config: EngineConfig, *, num_prefill: int, num_decode: int) -
     shared = replace(
         config,
         model=replace(config.model, num_threads=config.model.num_threads or max(1, cores // len(roles))),
-        cache=replace(config.cache, mem_fraction=config.cache.mem_fraction / len(roles)),
+        cache=replace(config.cache, mem_sharers=len(roles)),
         server=replace(config.server, host=_LOOPBACK, port=0),
         transfer=replace(
             config.transfer,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -29,15 +29,12 @@ DESCRIPTION = (
 )
 _TIMEOUT_S = 2.0
 _PATH = "/v1/loads?include=core,disagg,queues,memory"
-# Queues of prefill and decode apart, in the order in which a request meets them; shown as "3+1".
-_QUEUES = (
-    "prefill_bootstrap_queue_reqs",
-    "prefill_inflight_queue_reqs",
-    "decode_prealloc_queue_reqs",
-    "decode_transfer_queue_reqs",
-)
-_HEADS = ("run", "wait", "queues", "KV", "tok/s", "GB/s", "ms")
+_HEADS = ("run", "wait", "meet", "send", "land", "KV", "in/s", "out/s", "GB/s", "over", "failed")
 _COLORS = {"healthy": "green", "suspect": "yellow", "joining": "cyan", "draining": "yellow", "down": "red", "": "red"}
+_LEGEND = (
+    "in/s, out/s: tokens a second of prompts and of answers. Rooms of prefill and decode: meet waits for its other "
+    "side, send is computed or on its way, land is awaited. GB/s: while pages are written, over what."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,25 +48,39 @@ class TopFlags:
     interval: float = 1.0
     """Seconds between two looks."""
     once: bool = False
-    """Print one table and end."""
+    """Print one table and end; rates are those between two looks."""
     api_key: str | None = None
     """Bearer token; default: DIPTYCH_API_KEY."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
-    """One rank of one engine. None: not reported. kv_usage: 0 to 1. queues: by the names in `_QUEUES`."""
+    """One rank of one engine. None: not reported. kv_usage: 0 to 1. meeting, sending, landing: its rooms, by what they
+    wait for. prompt_tokens: computed since its start, at second `at_s`; their rate follows from two looks.
+    """
 
     url: str
     role: str
     state: str
+    at_s: float
     running: float | None = None
     waiting: float | None = None
-    queues: Mapping[str, float]
+    meeting: float | None = None
+    sending: float | None = None
+    landing: float | None = None
     kv_usage: float | None = None
     tokens_per_s: float | None = None
+    prompt_tokens: float | None = None
     gb_per_s: float | None = None
-    transfer_ms: float | None = None
+    transport: str = ""
+    num_failed: float | None = None
+
+    def prompt_tokens_per_s(self, before: EngineRow | None) -> float | None:
+        """Since `before`; None if that cannot be said, as of a decode engine, which counts what others computed."""
+        if before is None or self.at_s <= before.at_s or self.role == "decode":
+            return None
+        now, then = self.prompt_tokens, before.prompt_tokens
+        return None if now is None or then is None or now < then else (now - then) / (self.at_s - before.at_s)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -80,23 +91,30 @@ def run(arguments: Sequence[str]) -> int:
     urls = [engine_address(url).url for url in flags.urls]
     config = RouterConfig(api_key=flags.api_key or env.api_key())
     if flags.once:
-        rows = asyncio.run(_look_once(urls, config))
-        Console().print(screen(rows))
+        before, rows = asyncio.run(_look_twice(urls, config, flags.interval))
+        Console().print(screen(rows, before))
         return 0 if any(row.state != "down" for row in rows) else 1
     asyncio.run(_watch(urls, config, flags.interval))
     return 0
 
 
-async def _look_once(urls: Sequence[str], config: RouterConfig) -> list[EngineRow]:
+async def _look_twice(
+    urls: Sequence[str], config: RouterConfig, interval_s: float
+) -> tuple[list[EngineRow], list[EngineRow]]:
     async with Upstream(config) as upstream:
-        return await look(upstream, urls)
+        before = await look(upstream, urls)
+        await asyncio.sleep(interval_s)
+        return before, await look(upstream, urls)
 
 
 async def _watch(urls: Sequence[str], config: RouterConfig, interval_s: float) -> None:
+    before: list[EngineRow] = []
     with Live(Text("connecting ..."), auto_refresh=False, screen=True) as live:
         async with Upstream(config) as upstream:
             while True:
-                live.update(screen(await look(upstream, urls)), refresh=True)
+                rows = await look(upstream, urls)
+                live.update(screen(rows, before), refresh=True)
+                before = rows
                 await asyncio.sleep(interval_s)
 
 
@@ -107,7 +125,7 @@ async def look(upstream: Upstream, urls: Sequence[str]) -> list[EngineRow]:
         try:
             return rows_of(url, await upstream.ask_json(url + _PATH, timeout_s=_TIMEOUT_S))
         except (EngineFailed, ErrorStatus):
-            return [EngineRow(url=url, role="", state="down", queues={})]
+            return [EngineRow(url=url, role="", state="down", at_s=time.monotonic())]
 
     return [row for rows in await asyncio.gather(*map(one, urls)) for row in rows]
 
@@ -123,18 +141,35 @@ def _row(url: str, entry: dict[str, Any]) -> EngineRow:
     apart = apart if isinstance(apart, dict) else {}
     mode = apart.get("mode")
     mode = mode if mode in ("prefill", "decode") else "unified"
+    failures = apart.get("failures")
+    transport = apart.get("transport")
     return EngineRow(
         url=str(entry.get("worker", url)),
         role=str(entry.get("role") or mode),
         state=str(entry.get("state", "healthy")),
+        at_s=time.monotonic(),
         running=_number(entry, "num_running_reqs"),
         waiting=_number(entry, "num_waiting_reqs"),
-        queues={name: count for name in _QUEUES if (count := _number(apart, name)) is not None},
+        meeting=_number(apart, "prefill_bootstrap_queue_reqs"),
+        sending=_number(apart, "prefill_inflight_queue_reqs"),
+        landing=_sum(_number(apart, "decode_prealloc_queue_reqs"), _number(apart, "decode_transfer_queue_reqs")),
         kv_usage=_number(entry, "token_usage"),
         tokens_per_s=_number(entry, "gen_throughput"),
+        prompt_tokens=_number(entry, "prompt_tokens"),
         gb_per_s=_number(apart, "kv_transfer_speed_gb_s"),
-        transfer_ms=_number(apart, "kv_transfer_latency_ms"),
+        transport=transport if isinstance(transport, str) and transport != "unknown" else "",
+        num_failed=_failed(failures) if isinstance(failures, dict) else None,
     )
+
+
+def _failed(failures: dict[str, Any]) -> float:
+    """Rooms that ended badly; a client that went away is no failure."""
+    return sum(_number(failures, cause) or 0.0 for cause in failures if cause != "CANCELLED")
+
+
+def _sum(*values: float | None) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _number(values: dict[str, Any], name: str) -> float | None:
@@ -142,34 +177,46 @@ def _number(values: dict[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def screen(rows: Sequence[EngineRow]) -> Group:
-    """What the terminal shows; columns that no engine reports are left out."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("engine", overflow="fold")
-    table.add_column("role")
-    table.add_column("state")
-    figures = [_figures(row) for row in rows]
+def screen(rows: Sequence[EngineRow], before: Sequence[EngineRow] = ()) -> Group:
+    """What the terminal shows; columns in which there is nothing are left out. before: an earlier look, for rates."""
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold")
+    for head in ("engine", "role", "state"):
+        table.add_column(head, no_wrap=True)
+    earlier = {row.url: row for row in before}
+    figures = [_figures(row, earlier.get(row.url)) for row in rows]
     heads = [head for head in _HEADS if any(row[head] for row in figures)]
     for head in heads:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     for row, texts in zip(rows, figures, strict=True):
         color = _COLORS.get(row.state, "yellow")
         url = escape(row.url.removeprefix("http://"))
         table.add_row(url, escape(row.role), f"[{color}]{escape(row.state)}[/]", *(texts[head] for head in heads))
-    return Group(Text(_headline(rows)), table)
+    parts: list[RenderableType] = [Text(_headline(rows)), Text(), table]
+    if {"meet", "send", "land"} & set(heads):
+        parts += [Text(), Text(_LEGEND, style="dim")]
+    return Group(*parts)
 
 
-def _figures(row: EngineRow) -> dict[str, str]:
+def _figures(row: EngineRow, before: EngineRow | None) -> dict[str, str]:
     texts = [
         _shown(row.running),
         _shown(row.waiting),
-        "+".join(f"{count:.0f}" for count in row.queues.values()),
+        _unless_zero(row.meeting),
+        _unless_zero(row.sending),
+        _unless_zero(row.landing),
         "" if row.kv_usage is None else f"{row.kv_usage:.0%}",
-        _shown(row.tokens_per_s, 1),
-        _shown(row.gb_per_s, 2),
-        _shown(row.transfer_ms, 1),
+        _unless_zero(row.prompt_tokens_per_s(before)),
+        _unless_zero(row.tokens_per_s),
+        _unless_zero(row.gb_per_s, 2),
+        escape(row.transport),
+        _unless_zero(row.num_failed),
     ]
     return dict(zip(_HEADS, texts, strict=True))
+
+
+def _unless_zero(value: float | None, digits: int = 0) -> str:
+    """A figure that only matters when there is one."""
+    return _shown(value, digits) if value else ""
 
 
 def _shown(value: float | None, digits: int = 0) -> str:
@@ -177,10 +224,14 @@ def _shown(value: float | None, digits: int = 0) -> str:
 
 
 def _headline(rows: Sequence[EngineRow]) -> str:
+    """Engines that can be used of all; requests, each counted where its answer comes from; the clients' tokens."""
+    answering = [row for row in rows if row.role != "prefill"]
+
     def total(values: Iterable[float | None]) -> float:
         return sum(value for value in values if value is not None)
 
-    running, waiting = total(row.running for row in rows), total(row.waiting for row in rows)
-    speed = total(row.tokens_per_s for row in rows)
+    num_open = total(value for row in answering for value in (row.running, row.waiting))
+    speed = total(row.tokens_per_s for row in answering)
+    usable = sum(row.state == "healthy" for row in rows)
     clock = time.strftime("%H:%M:%S")
-    return f"{clock}  {len(rows)} engines  {running:,.0f} running  {waiting:,.0f} waiting  {speed:,.1f} tok/s"
+    return f"{clock}  {usable} of {len(rows)} engines healthy  {num_open:,.0f} requests  {speed:,.0f} tok/s"

@@ -60,14 +60,12 @@ class Channel(Generic[Outgoing, Incoming]):
     def receive_all(self) -> list[Incoming]:
         """Every message that has arrived, without waiting."""
         messages: list[Incoming] = []
-        while True:
-            try:
-                frame = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return messages
-            message = self.codec.decode(frame)
+        # Asked first: the exception of a refused recv costs more than all else in a turn that has nothing to do.
+        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            message = self.codec.decode(self.socket.recv(zmq.NOBLOCK))
             if message is not None:
                 messages.append(message)
+        return messages
 
     def close(self) -> None:
         """Close the socket; queued messages get a second to leave."""

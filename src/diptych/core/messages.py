@@ -93,6 +93,7 @@ class TransferLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     num_outgoing_rooms: int = 0
     num_outgoing_waiting: int = 0
+    num_incoming_waiting: int = 0
     num_incoming_rooms: int = 0
     num_quarantined_pages: int = 0
     num_free_rooms: int = 0

@@ -224,10 +224,11 @@ class EngineCore:
 
     def _measure_load(self, scheduler: Scheduler) -> EngineLoad:
         clockwork = self._clockwork
-        load = scheduler.load()
+        load, peering = scheduler.load(), self._peering
+        num_quarantined = load.num_quarantined_pages
         return msgspec.structs.replace(
             load,
-            transfer=None if self._peering is None else self._peering.load(load.num_quarantined_pages),
+            transfer=None if peering is None else peering.load(num_quarantined, scheduler.num_awaiting_pages),
             generation_tokens_per_s=clockwork.tokens_per_s,
             host_s_total=clockwork.host_s,
             compute_s_total=clockwork.compute_s,

@@ -8,12 +8,17 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from typing import Protocol
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
 
 from diptych.config import EngineConfig
 from diptych.core.batch import Batch, StepOutput
 from diptych.core.messages import EngineInfo, Loading
 from diptych.errors import DiptychError, WorkerError
+
+if TYPE_CHECKING:
+    from diptych.worker.runner import PendingStep
+    from diptych.worker.worker import Worker
 
 
 class Executor(Protocol):
@@ -50,11 +55,13 @@ class InProcessExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Batch | PendingStep | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[Loading | EngineInfo | StepOutput | Exception] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
-        self._thread = threading.Thread(target=self._work, name="diptych-worker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="diptych-worker", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="diptych-device", daemon=True)
 
     @property
     def wake_fd(self) -> int:
@@ -69,7 +76,7 @@ class InProcessExecutor:
         return news
 
     def submit(self, batch: Batch) -> None:
-        self._batches.put(batch)
+        self._work.put(batch)
 
     def poll(self) -> StepOutput | None:
         news = self._take()
@@ -77,9 +84,12 @@ class InProcessExecutor:
         return news
 
     def shutdown(self) -> None:
-        self._batches.put(None)
+        self._work.put(None)
         if self._thread.is_alive():
             self._thread.join()
+        self._launched.put(None)
+        if self._watcher.is_alive():
+            self._watcher.join()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -100,15 +110,40 @@ class InProcessExecutor:
         os.write(self._wake_write, b"\0")
         self._news.put(news)
 
-    def _work(self) -> None:
-        """The worker's thread: load, then one batch after the other until told to end."""
+    def _run(self) -> None:
+        """The worker's thread: load, then launch batches and collect those that the device has computed, until told to
+        end.
+        """
         # Imported here: torch takes seconds, and whoever only plans must not pay for it.
         from diptych.worker.worker import create_worker
 
         try:
             worker = create_worker(self._config, lambda what, done, total: self._put(Loading(what, done, total)))
             self._put(worker.info)
-            while (batch := self._batches.get()) is not None:
-                self._put(worker.step(batch))
+            self._serve(worker)
+        except Exception as error:
+            self._put(error)
+
+    def _serve(self, worker: Worker) -> None:
+        outstanding: deque[PendingStep] = deque()
+        while (work := self._work.get()) is not None:
+            if isinstance(work, Batch):
+                outstanding.append(worker.launch(work))
+                if not outstanding[-1].is_done:
+                    self._watch_over(outstanding[-1])
+            while outstanding and outstanding[0].is_done:
+                self._put(outstanding.popleft().collect())
+
+    def _watch_over(self, step: PendingStep) -> None:
+        if not self._watcher.is_alive():
+            self._watcher.start()
+        self._launched.put(step)
+
+    def _watch(self) -> None:
+        """The watcher's thread: hand every step back when the device is done, so that the worker need not wait."""
+        try:
+            while (step := self._launched.get()) is not None:
+                step.wait()
+                self._work.put(step)
         except Exception as error:
             self._put(error)

@@ -22,8 +22,8 @@ from diptych.core.request import MAX_LOGPROBS, HandTo, Request
 from diptych.errors import ConfigError, DiptychError, Unavailable
 from diptych.kv.layout import KVLayout
 from diptych.scheduler.scheduler import Scheduler
-from diptych.transfer.agent import AgentFailed, AgentReady, TransferEvent, WriteDone
-from diptych.transfer.backend import MemoryRegion
+from diptych.transfer.agent import AgentFailed, AgentReady, PeerAdded, PeerRemoved, TransferEvent, WriteDone
+from diptych.transfer.backend import HOST, MemoryKind, MemoryRegion, MemorySpace
 from diptych.transfer.extension import PROTOCOL_VERSION, LayoutFields, PeerExtension
 from diptych.transfer.handoff import HandoffLayout, HandoffRows, HandoffSlots
 from diptych.transfer.hinge import Hinge
@@ -32,11 +32,16 @@ from diptych.transfer.nixl import NixlBackend
 from diptych.transfer.peers import PeerState
 from diptych.transfer.ports import HingeLimits, Site
 from diptych.transfer.sockets import ZmqNetwork
+from diptych.transfer.ucx import carrier_of
 from diptych.worker.transfer_agent import TransferAgent
 
 logger = logging.getLogger(__name__)
 
 AGENT_START_S = 60.0
+HINT = (
+    "do both processes see the same GPUs (cuda_ipc) or an RDMA device, is a UCX_* variable set, is the KV pool made of "
+    "expandable segments?"
+)
 
 
 class Peering:
@@ -71,7 +76,8 @@ class Peering:
         )
         self._totals: Counter[str] = Counter()
         self._transfer_s = 0.0
-        self._transport = "unknown"
+        self._transports: dict[str, str] = {}  # by agent
+        self._kind = _kv_space(info).kind
 
     @property
     def wake_fds(self) -> tuple[object, int]:
@@ -80,12 +86,14 @@ class Peering:
 
     def turn(self, scheduler: Scheduler, *, is_draining: bool) -> None:
         """Take what peers and the agent say, and give the scheduler the prompts that peers send."""
+        now, wall_clock = time.monotonic(), time.time()
+        self.hinge.keep_time(now, wall_clock)
         while not self._events.empty():
             event = self._events.get()
             os.read(self._wake_read, 1)
             self._note(event)
             self.hinge.on_event(event)
-        self.hinge.tick(time.monotonic(), time.time())
+        self.hinge.tick(now, wall_clock)
         for request in self.hinge.sender.take_requests():
             try:
                 if is_draining:
@@ -106,13 +114,14 @@ class Peering:
             self.hinge.sender.refuse(request, error)
             raise
 
-    def load(self, num_quarantined_pages: int) -> TransferLoad:
+    def load(self, num_quarantined_pages: int, num_awaiting_pages: int) -> TransferLoad:
         """Gauges and totals of now."""
         sender, receiver = self.hinge.sender, self.hinge.receiver
         peers = list(self.hinge.peers)
         return TransferLoad(
             num_outgoing_rooms=len(sender.rooms),
             num_outgoing_waiting=sum(not outgoing.is_joined for _, outgoing in sender.rooms),
+            num_incoming_waiting=num_awaiting_pages,
             num_incoming_rooms=len(receiver.rooms),
             num_quarantined_pages=num_quarantined_pages,
             num_free_rooms=min(sender.rooms.num_free, receiver.rooms.num_free),
@@ -136,12 +145,15 @@ class Peering:
         os.close(self._wake_write)
 
     def _start_agent(self, info: EngineInfo) -> TransferAgent:
+        space = _kv_space(info)
         regions = [
-            MemoryRegion(info.kv_address, info.num_pages * info.page_nbytes),
+            MemoryRegion(info.kv_address, info.num_pages * info.page_nbytes, space),
             MemoryRegion(self._rows.ctypes.data, self._rows.nbytes),
         ]
         name = f"diptych-{self._instance_id}"
-        agent = TransferAgent(lambda: NixlBackend(name), regions, on_event=self._put, probe=MetadataProbe())
+        agent = TransferAgent(
+            lambda: NixlBackend(name, kind=space.kind), regions, on_event=self._put, probe=MetadataProbe()
+        )
         agent.start()
         return agent
 
@@ -178,6 +190,7 @@ class Peering:
             model_fingerprint=info.fingerprint,
             control_endpoint=address,
             num_top_logprobs=MAX_LOGPROBS,
+            kv_memory=_kv_space(info).kind.value,
         )
         return Site(
             identity=identity,
@@ -187,6 +200,7 @@ class Peering:
             agent_metadata=ready.metadata,
             layout=layout,
             kv_base=info.kv_address,
+            kv_space=_kv_space(info),
             handoff_layout=self._handoff,
             handoff_base=self._rows.ctypes.data,
             handoff_rows=HandoffRows(self._handoff, self._rows),
@@ -194,21 +208,39 @@ class Peering:
         )
 
     def _note(self, event: TransferEvent) -> None:
-        if isinstance(event, WriteDone):
+        if isinstance(event, PeerAdded):
+            self._announce(event.peer, carrier_of(self._kind, event.lanes))
+        elif isinstance(event, PeerRemoved):
+            self._transports.pop(event.peer, None)
+        elif isinstance(event, WriteDone):
             self._totals["writes"] += 1
             self._totals["bytes"] += event.nbytes
             self._totals["descriptors"] += event.num_descriptors
             self._transfer_s += event.seconds
-            if event.transport not in ("unknown", self._transport):
-                self._announce(event.transport, event.peer)
+            self._announce(event.peer, event.transport)
 
-    def _announce(self, transport: str, peer: str) -> None:
-        """Say once what carries the pages: a fall back to TCP costs a factor of ten or more, and nothing else tells."""
-        self._transport = transport
-        if transport == "tcp":
-            logger.warning("pages to %s go over TCP; `diptych doctor` says what would be faster", peer)
-        else:
+    def _announce(self, peer: str, transport: str) -> None:
+        """Say once what carries the pages: a fall back to TCP costs a factor of ten or more, and nothing else tells.
+
+        Known when a peer is met, by what UCX says, and again from the first large write, by what it did.
+        """
+        known = self._transports.get(peer)
+        if transport == "unknown" or transport == known or (known is not None and known in transport.split(" or ")):
+            return
+        self._transports[peer] = transport
+        if transport != "tcp":
             logger.info("pages to %s go over %s", peer, transport)
+        elif self._kind is MemoryKind.VRAM:
+            logger.error(
+                "PAGES IN GPU MEMORY GO TO %s OVER TCP, hundreds of times slower than they could: %s", peer, HINT
+            )
+        else:
+            logger.warning("pages to %s go over TCP; `diptych doctor --peer` says what would be faster", peer)
+
+    @property
+    def _transport(self) -> str:
+        """Of all peers together, the slowest first."""
+        return "+".join(sorted(set(self._transports.values()), reverse=True)) or "unknown"
 
 
 def _limits(config: TransferConfig) -> HingeLimits:
@@ -221,3 +253,9 @@ def _limits(config: TransferConfig) -> HingeLimits:
         local_prefill_tokens=config.local_prefill_tokens,
         allow_local_prefill=config.local_prefill,
     )
+
+
+def _kv_space(info: EngineInfo) -> MemorySpace:
+    """Where the engine's pool is."""
+    kind, _, index = info.device.partition(":")
+    return MemorySpace(MemoryKind.VRAM, int(index or 0)) if kind == "cuda" else HOST

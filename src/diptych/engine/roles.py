@@ -9,6 +9,7 @@ from diptych.core.messages import EngineInfo
 from diptych.core.request import HandTo
 from diptych.errors import RequestError
 from diptych.kv.cache import KVCache
+from diptych.resolve import token_budget
 from diptych.scheduler.adapters import LocalPrefill, NoSink
 from diptych.scheduler.scheduler import Scheduler
 from diptych.scheduler.step import SchedulerLimits
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 Role = Literal["unified", "prefill", "decode"]
 
 DEFAULT_INFLIGHT_STEPS = 2
-DEFAULT_TOKEN_BUDGET = {"cpu": 1024, "cuda": 8192}
 
 
 def create_scheduler(config: EngineConfig, info: EngineInfo, peering: Peering | None) -> Scheduler:
@@ -31,7 +31,7 @@ def create_scheduler(config: EngineConfig, info: EngineInfo, peering: Peering | 
     device = info.device.split(":")[0]
     limits = SchedulerLimits(
         max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET[device],
+        max_num_batched_tokens=token_budget(scheduler, device),
         max_inflight_steps=scheduler.max_inflight_steps or DEFAULT_INFLIGHT_STEPS,
         max_queued_requests=scheduler.max_queued_requests,
         max_model_len=info.max_model_len,

@@ -67,7 +67,7 @@ X86_SETS = (
     InstructionSet(name="avx512", flags=_AVX512),
     InstructionSet(
         name="amx",
-        flags=(*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        flags=(*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
         has_tiles=True,
     ),
 )
@@ -118,7 +118,8 @@ def _build(target: Path, compiler: str, flags: tuple[str, ...]) -> None:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             sets = pool.map(lambda which: _compile_set(which, compiler, flags, work), (*X86_SETS[::-1], PORTABLE))
             plain = pool.map(
-                lambda name: _compile(SOURCES / name, compiler, flags, work), ("library.cpp", "thread_pool.cpp")
+                lambda name: _compile(SOURCES / name, compiler, flags, work),
+                ("library.cpp", "thread_pool.cpp", "gguf_pack.cpp"),
             )
             objects = [*sets, *plain]
         library = work / target.name

@@ -1,4 +1,4 @@
-"""A whole decoder layer in one call: what its parts compute, without Python and fresh memory between them.
+"""Whole decoder layers in one call: what their parts compute, without Python and fresh memory between them.
 
 T = tokens of the step, D = head_dim.
 """
@@ -6,13 +6,14 @@ T = tokens of the step, D = head_dim.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from diptych.kernels.attention import PagedAttention, StepShape
 from diptych.kernels.library import kernels
-from diptych.kernels.linear import PackedLinear
+from diptych.kernels.linear import LinearKernel
 from diptych.kernels.norm import FusedHeads, FusedNorm
 
 
@@ -41,6 +42,12 @@ class _Rotation(ctypes.Structure):
     _fields_ = (("cos", ctypes.c_void_p), ("signed_sin", ctypes.c_void_p))
 
 
+class _StackedLayer(ctypes.Structure):
+    """StackedLayer of csrc/abi.h."""
+
+    _fields_ = (("layer", ctypes.c_void_p), ("attention", ctypes.c_void_p), ("rotation", ctypes.c_int64))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
     """What a layer is made of, each part packed.
@@ -50,13 +57,13 @@ class LayerParts:
     """
 
     input_norm: FusedNorm
-    query_key_value: PackedLinear
+    query_key_value: LinearKernel
     heads: FusedHeads
-    attention_output: PackedLinear
+    attention_output: LinearKernel
     post_attention_norm: FusedNorm | None = None
     mlp_norm: FusedNorm
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: LinearKernel
+    down: LinearKernel
     post_mlp_norm: FusedNorm | None = None
 
     @property
@@ -70,9 +77,7 @@ class FusedLayer:
     """A decoder layer of `parts`, in bfloat16. `parts.has_whole_tiles` must hold."""
 
     def __init__(self, parts: LayerParts) -> None:
-        library = kernels()
-        assert library is not None and parts.has_whole_tiles, "such a layer has no kernel"
-        self._library = library
+        assert parts.has_whole_tiles, "such a layer has no kernel"
         self._parts = parts
         after_attention, after_mlp = parts.post_attention_norm, parts.post_mlp_norm
         self._layer = _Layer(
@@ -86,24 +91,44 @@ class FusedLayer:
             down=parts.down.address,
             post_mlp_norm=None if after_mlp is None else after_mlp.address,
         )
-        self._address = ctypes.addressof(self._layer)
+        self.address = ctypes.addressof(self._layer)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedLayer:
+    """A layer in its place. rotation: which of a step's rotations it uses."""
+
+    layer: FusedLayer
+    attention: PagedAttention
+    rotation: int
+
+
+class FusedStack:
+    """Adjacent layers, run in one call: between two of them is no Python, whose data the weights have flushed."""
+
+    def __init__(self, layers: Sequence[StackedLayer]) -> None:
+        library = kernels()
+        assert library is not None, "the kernel library is not loaded"
+        self._library = library
+        self._held = tuple(layers)
+        self._layers = (_StackedLayer * len(layers))(
+            *(_StackedLayer(each.layer.address, each.attention.address, each.rotation) for each in layers)
+        )
+        self._address = ctypes.addressof(self._layers)
 
     def __call__(
-        self,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
-        *,
-        attention: PagedAttention,
-        shape: StepShape,
+        self, hidden: torch.Tensor, rotations: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: StepShape
     ) -> torch.Tensor:
-        """The residual stream [T, hidden] after this layer, in place. cos, signed_sin: [T, 1, D], contiguous."""
-        rotation = _Rotation(cos.data_ptr(), signed_sin.data_ptr())
-        self._library.decoder_layer(
+        """The residual stream [T, hidden] after these layers, in place.
+
+        Args: rotations: cosines and sines with the first half negated, [T, 1, D] each, contiguous.
+        """
+        packed = (_Rotation * len(rotations))(*(_Rotation(cos.data_ptr(), sin.data_ptr()) for cos, sin in rotations))
+        self._library.decoder_layers(
             self._address,
-            attention.address,
+            len(self._held),
             shape.address,
-            ctypes.addressof(rotation),
+            ctypes.addressof(packed),
             hidden.data_ptr(),
             hidden.stride(0),
         )

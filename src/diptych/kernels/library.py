@@ -35,12 +35,14 @@ _SIGNATURES: dict[str, tuple[type | None, list[Any]]] = {
     "add_then_norm": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]),
     "norm_and_rotate": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
     "linear": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
+    "linear_argmax": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
     "pack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]),
+    "gguf_block_nbytes": (c_int64, [c_int32, c_int64]),
+    "gguf_pack": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32]),
     "embed_packed": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float, c_int32]),
     "attention": (None, [c_void_p, c_void_p, c_void_p]),
-    "decoder_layer": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]),
+    "decoder_layers": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64]),
     "argmax": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64]),
-    "logsumexp": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64]),
 }
 
 

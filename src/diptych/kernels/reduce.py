@@ -19,13 +19,3 @@ def argmax_rows(logits: torch.Tensor) -> torch.Tensor | None:
     indices = torch.empty(logits.shape[0], dtype=torch.int64)
     library.argmax(indices.data_ptr(), logits.data_ptr(), logits.shape[0], logits.shape[1], logits.stride(0))
     return indices
-
-
-def logsumexp_rows(logits: torch.Tensor) -> torch.Tensor | None:
-    """log(sum(exp)) of each row, float32 [R]. None where there is no kernel for it. Args as `argmax_rows`."""
-    library = kernels()
-    if library is None or logits.stride(1) != 1:
-        return None
-    out = torch.empty(logits.shape[0], dtype=torch.float32)
-    library.logsumexp(out.data_ptr(), logits.data_ptr(), logits.shape[0], logits.shape[1], logits.stride(0))
-    return out

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diptych.kernels.linear import PackedLinear, Quantization, can_pack
-from diptych.layers.parameter import fill, new_parameter
+from diptych.kernels.gguf_linear import GGUFLinear, StoredBlocks
+from diptych.kernels.linear import LinearKernel, PackedLinear, Quantization, can_pack
+from diptych.layers.parameter import fill, new_parameter, stored_blocks, without_memory
 from diptych.layers.weights import WeightSource
 
 
@@ -18,7 +19,8 @@ class Embedding(nn.Module):
     bfloat16).
     """
 
-    packed: PackedLinear | None = None
+    packed: LinearKernel | None = None
+    stored: tuple[StoredBlocks, ...] | None = None
 
     def __init__(
         self,
@@ -41,10 +43,18 @@ class Embedding(nn.Module):
 
     def pack(self, quantization: Quantization = "none") -> None:
         """Reorder the table for the CPU kernel of the logits head that borrows it."""
-        if self.packed is None and can_pack(self.weight):
+        if self.packed is not None or not can_pack(self.weight):
+            return
+        if self.stored is not None:
+            self.packed, self.stored = GGUFLinear(self.stored), None
+        else:
             self.packed = PackedLinear(self.weight.data, quantization=quantization)
-            self.weight = nn.Parameter(self.packed.weight, requires_grad=False)
+        self.weight = nn.Parameter(self.packed.weight, requires_grad=False)
 
     def load(self, source: WeightSource, prefix: str) -> None:
-        """Read `{prefix}.weight`."""
-        fill(self.weight, source, f"{prefix}.weight")
+        """Read `{prefix}.weight`, or note where the file's blocks are."""
+        self.stored = stored_blocks(source, {f"{prefix}.weight": len(self.weight)})
+        if self.stored is None:
+            fill(self.weight, source, f"{prefix}.weight")
+        else:
+            self.weight = without_memory(self.weight)

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diptych.kernels.linear import PackedLinear, Quantization, can_pack
+from diptych.kernels.gguf_linear import GGUFLinear, StoredBlocks
+from diptych.kernels.linear import LinearKernel, PackedLinear, Quantization, can_pack
 from diptych.layers.embedding import Embedding
-from diptych.layers.parameter import fill, new_parameter
+from diptych.layers.parameter import fill, new_parameter, stored_blocks, without_memory
 from diptych.layers.weights import WeightSource
 
 
@@ -19,7 +20,8 @@ class LogitsHead(nn.Module):
     `soft_cap * tanh(logits / soft_cap)`, in float32.
     """
 
-    packed: PackedLinear | None = None
+    packed: LinearKernel | None = None
+    stored: tuple[StoredBlocks, ...] | None = None
 
     def __init__(
         self,
@@ -47,6 +49,15 @@ class LogitsHead(nn.Module):
             logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         return logits
 
+    def likeliest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Index of each row's largest logit, int64 [R], and that logit, float32 [R], from one pass over the weight.
+
+        None where there is no kernel for it. A soft cap may make equals of different logits, so it needs them all.
+        """
+        if self.packed is None or self.soft_cap is not None:
+            return None
+        return self.packed.argmax(hidden)
+
     def pack(self, quantization: Quantization = "none") -> None:
         """Reorder the weight for the CPU kernel; a tied table is packed once, for both."""
         if self.packed is not None:
@@ -54,11 +65,20 @@ class LogitsHead(nn.Module):
         for embedding in self._tied_to:
             embedding.pack(quantization)
             self.packed, self.weight = embedding.packed, embedding.weight
-        if not self.is_tied and can_pack(self.weight):
+        if self.is_tied or not can_pack(self.weight):
+            return
+        if self.stored is not None:
+            self.packed, self.stored = GGUFLinear(self.stored), None
+        else:
             self.packed = PackedLinear(self.weight.data, quantization=quantization)
-            self.weight = nn.Parameter(self.packed.weight, requires_grad=False)
+        self.weight = nn.Parameter(self.packed.weight, requires_grad=False)
 
     def load(self, source: WeightSource, prefix: str) -> None:
-        """Read `{prefix}.weight`, or nothing when tied."""
-        if not self.is_tied:
+        """Read `{prefix}.weight`, or note where the file's blocks are; nothing when tied."""
+        if self.is_tied:
+            return
+        self.stored = stored_blocks(source, {f"{prefix}.weight": len(self.weight)})
+        if self.stored is None:
             fill(self.weight, source, f"{prefix}.weight")
+        else:
+            self.weight = without_memory(self.weight)

@@ -6,9 +6,11 @@ needs, so a tensor-parallel rank reads only its slice.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+
+from diptych.kernels.gguf_linear import StoredBlocks
 
 
 class WeightSource(Protocol):
@@ -26,6 +28,18 @@ class WeightSource(Protocol):
         """Elements start:stop along `dim` (default: all), on the CPU, in the file's dtype.
 
         A quantised file is expanded to the dtype that its source was opened for. The result may be a view of the file.
+
+        Raises ConfigError naming the tensor if it is missing.
+        """
+        ...
+
+
+@runtime_checkable
+class BlockSource(WeightSource, Protocol):
+    """A source of matrices that may be computed in the form in which their file quantised them."""
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        """The matrix as the file holds it, to be computed in that form; None where it is to be read instead.
 
         Raises ConfigError naming the tensor if it is missing.
         """

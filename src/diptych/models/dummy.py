@@ -23,11 +23,19 @@ NORM_NOISE = 0.02
 class DummySource:
     """A WeightSource that makes up every tensor the configuration implies, at scales that keep logits near 1."""
 
-    def __init__(self, config: TransformerConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._shapes = tensor_shapes(config)
         self._gemma = config.architecture.startswith("Gemma3")
         self._seed = seed
         self._dtype = dtype
+        self._device = device
 
     def names(self) -> list[str]:
         """Every tensor of the model."""
@@ -44,7 +52,7 @@ class DummySource:
         return self._shapes[name]
 
     def read(self, name: str, *, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements start:stop along `dim`, in the source's dtype."""
+        """Elements start:stop along `dim`, in the source's dtype and on its device."""
         shape = self.shape(name)
         begin, end, _ = slice(start, stop).indices(shape[dim])
         if dim != 0:
@@ -58,6 +66,7 @@ class DummySource:
         center, spread = self._distribution(name)
         period = min(PERIOD, math.prod(self._shapes[name]))
         pattern = torch.empty(period).normal_(center, spread, generator=generator).to(self._dtype)
+        pattern = pattern.to(self._device)  # repeated where it is wanted: a GPU fills its memory faster than a host can
         offset = begin % period
         return pattern.repeat(-(-(offset + end - begin) // period))[offset : offset + end - begin]
 

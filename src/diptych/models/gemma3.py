@@ -9,16 +9,15 @@ from __future__ import annotations
 import torch
 
 from diptych.attention.backend import AttentionBackend, AttentionInputs
-from diptych.kernels.decoder_layer import LayerParts
 from diptych.layers.norm import RMSNorm
 from diptych.layers.rotary import Rotation
 from diptych.models.config import TransformerConfig
 from diptych.models.transformer import (
     DecoderLayer,
+    LayerBlocks,
     SelfAttention,
     Transformer,
     gated_mlp,
-    layer_parts,
     query_key_norm,
 )
 
@@ -50,10 +49,10 @@ class Gemma3Layer(DecoderLayer):
         fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
         return self.post_feedforward_layernorm.add_to(hidden, fed_forward)
 
-    def parts(self) -> LayerParts | None:
-        return layer_parts(
-            self.self_attn,
-            self.mlp,
+    def blocks(self) -> LayerBlocks:
+        return LayerBlocks(
+            attention=self.self_attn,
+            mlp=self.mlp,
             input_norm=self.input_layernorm,
             post_attention_norm=self.post_attention_layernorm,
             mlp_norm=self.pre_feedforward_layernorm,

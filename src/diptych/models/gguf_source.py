@@ -6,6 +6,8 @@ model computes in, so that the float32 form of a whole tensor never exists.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,6 +15,7 @@ from gguf import GGMLQuantizationType, quants
 
 from diptych.errors import ConfigError
 from diptych.gguf_file import GGUFFile, GGUFTensor
+from diptych.kernels.gguf_linear import StoredBlocks, has_block_kernel
 from diptych.models.config import TransformerConfig
 from diptych.models.gguf import TensorNames, family_of
 
@@ -26,15 +29,24 @@ CHUNK_ELEMENTS = 1 << 18
 class GGUFSource:
     """A WeightSource over one GGUF file, under Hugging Face names and conventions.
 
-    Args: dtype: what tensors are delivered in, rounded from float32.
+    Args: dtype: what tensors are delivered in, rounded from float32. keeps_blocks: matrices of a format that there are
+    kernels for are delivered as they are, to who asks for blocks.
     """
 
-    def __init__(self, file: GGUFFile, config: TransformerConfig, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        file: GGUFFile,
+        config: TransformerConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        keeps_blocks: bool = False,
+    ) -> None:
         self._file = file
         self._names = TensorNames(file, config)
         self._family = family_of(file)
         self._config = config
         self._dtype = dtype
+        self._keeps_blocks = keeps_blocks
 
     def names(self) -> list[str]:
         """Every tensor, under its Hugging Face name where it has one."""
@@ -60,6 +72,19 @@ class GGUFSource:
         if dim == 0:
             return self._read_rows(tensor, order[start:stop], slice(None))
         return self._read_rows(tensor, order, slice(start, stop))
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        """The matrix as the file holds it; None if it is of no such format, or blocks are not to be kept."""
+        tensor = self._tensor(name)
+        if not self._keeps_blocks or len(tensor.shape) != 2 or not has_block_kernel(tensor.kind, tensor.shape[1]):
+            return None
+        return StoredBlocks(
+            rows=self._file.rows(tensor),
+            kind=int(tensor.kind),
+            in_features=tensor.shape[1],
+            order=self._row_order(tensor, name).astype(np.int64),
+            release=partial(self._file.release, tensor),
+        )
 
     def _tensor(self, name: str) -> GGUFTensor:
         tensor = self._file.tensors.get(self._names.to_gguf(name) or "")
@@ -98,6 +123,7 @@ class GGUFSource:
             rows = stored[order[first : first + chunk_len]]
             values = dequantise(rows, tensor.kind)[:, columns]
             _convert(torch.from_numpy(values), result[first : first + chunk_len])
+        self._file.release(tensor)
         return result
 
 

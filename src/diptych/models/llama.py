@@ -10,16 +10,15 @@ from typing import ClassVar
 import torch
 
 from diptych.attention.backend import AttentionBackend, AttentionInputs
-from diptych.kernels.decoder_layer import LayerParts
 from diptych.layers.norm import RMSNorm
 from diptych.layers.rotary import Rotation
 from diptych.models.config import TransformerConfig
 from diptych.models.transformer import (
     DecoderLayer,
+    LayerBlocks,
     SelfAttention,
     Transformer,
     gated_mlp,
-    layer_parts,
     query_key_norm,
 )
 
@@ -46,9 +45,12 @@ class LlamaLayer(DecoderLayer):
         attended = self.self_attn(self.input_layernorm(hidden), rotation, inputs, attention)
         return hidden.add_(self.mlp(self.post_attention_layernorm.after_adding(hidden, attended)))
 
-    def parts(self) -> LayerParts | None:
-        return layer_parts(
-            self.self_attn, self.mlp, input_norm=self.input_layernorm, mlp_norm=self.post_attention_layernorm
+    def blocks(self) -> LayerBlocks:
+        return LayerBlocks(
+            attention=self.self_attn,
+            mlp=self.mlp,
+            input_norm=self.input_layernorm,
+            mlp_norm=self.post_attention_layernorm,
         )
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
 
 from diptych.errors import ConfigError
 from diptych.gguf_file import GGUFFile
+from diptych.kernels.gguf_linear import StoredBlocks
 from diptych.kernels.library import kernels
 from diptych.kernels.linear import Quantization
-from diptych.layers.weights import WeightSource
+from diptych.layers.weights import BlockSource, WeightSource
 from diptych.models.dummy import DummySource
 from diptych.models.gguf_source import GGUFSource
 from diptych.models.registry import MODELS
@@ -51,23 +51,20 @@ def load_model(
 ) -> Transformer:
     """The model of `spec` with its weights, for inference.
 
-    Args: dtype: of weights and activations; weights are rounded to it. quantization: "int8" rounds them further, on a
-    CPU with kernels only. progress: told "weights" or "quantising", parts done, and all.
+    Args: dtype: of weights and activations; weights are rounded to it. quantization: "int8" rounds them further, "gguf"
+    keeps a GGUF file's own blocks; both on a CPU with kernels only. progress: told "weights", tensors done, and all.
     Raises: ConfigError if the quantisation cannot be had, if the checkpoint lacks a tensor or holds one of another
     shape, before memory is taken; or if memory runs out.
     """
-    _check_quantization(quantization, dtype=dtype, device=device)
+    _check_quantization(quantization, spec, dtype=dtype, device=device)
     model_class = MODELS.resolve(spec.config.architecture)
-    source = open_source(spec, dtype=dtype)
+    source = open_source(spec, dtype=dtype, device=device, keeps_blocks=quantization == "gguf")
     names = _dry_run(model_class, spec, source)
     _warn_about_unused(spec, source, names)
     try:
         with torch.inference_mode(False), torch.no_grad():
             model = model_class(spec.config, dtype=dtype, device=device)
-            model.load(_CountingSource(source, total=len(names), progress=progress))
-            # Without quantisation packing only moves bytes, too fast to report.
-            has_news = quantization != "none"
-            model.pack(quantization, partial(progress, "quantising") if progress is not None and has_news else None)
+            model.load(_CountingSource(source, total=len(names), progress=progress), pack_as=quantization)
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
         raise ConfigError(
             f"the weights of {spec.path} did not load to {device} as {dtype}: {error}. If memory ran out, use a "
@@ -76,9 +73,16 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def _check_quantization(quantization: Quantization, *, dtype: torch.dtype, device: torch.device | str) -> None:
+def _check_quantization(
+    quantization: Quantization, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str
+) -> None:
     if quantization == "none":
         return
+    if quantization == "gguf" and spec.weight_format != "gguf":
+        raise ConfigError(
+            f"quantization gguf keeps the blocks of a GGUF file, but {spec.path} holds {spec.weight_format} weights; "
+            "leave it out, or use int8"
+        )
     if torch.device(device).type != "cpu" or dtype != torch.bfloat16 or kernels() is None:
         raise ConfigError(
             f"quantization {quantization} needs the CPU kernels and dtype bfloat16, got device {device} and {dtype}; "
@@ -86,13 +90,19 @@ def _check_quantization(quantization: Quantization, *, dtype: torch.dtype, devic
         )
 
 
-def open_source(spec: ModelSpec, *, dtype: torch.dtype) -> CheckpointSource:
-    """Where the spec's weights are read from; formats that are expanded on the way deliver `dtype`."""
+def open_source(
+    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str = "cpu", keeps_blocks: bool = False
+) -> CheckpointSource:
+    """Where the spec's weights are read from; formats that are expanded on the way deliver `dtype`.
+
+    Args: device: where made-up weights are made; files are read on the CPU. keeps_blocks: a GGUF file's matrices are
+    offered as they are, too.
+    """
     match spec.weight_format:
         case "dummy":
-            return DummySource(spec.config, seed=spec.seed, dtype=dtype)
+            return DummySource(spec.config, seed=spec.seed, dtype=dtype, device=device)
         case "gguf":
-            return GGUFSource(GGUFFile(spec.files[0]), spec.config, dtype=dtype)
+            return GGUFSource(GGUFFile(spec.files[0]), spec.config, dtype=dtype, keeps_blocks=keeps_blocks)
         case "safetensors":
             return SafetensorsSource(spec.files)
 
@@ -151,6 +161,7 @@ class _CountingSource:
         self._total = total
         self._progress = progress
         self._done = 0
+        self._last = ""  # a large tensor is read in parts
 
     def has(self, name: str) -> bool:
         return self._source.has(name)
@@ -160,7 +171,18 @@ class _CountingSource:
 
     def read(self, name: str, *, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
         tensor = self._source.read(name, dim=dim, start=start, stop=stop)
+        if name != self._last:
+            self._report_one()
+        self._last = name
+        return tensor
+
+    def blocks(self, name: str) -> StoredBlocks | None:
+        found = self._source.blocks(name) if isinstance(self._source, BlockSource) else None
+        if found is not None:
+            self._report_one()
+        return found
+
+    def _report_one(self) -> None:
         self._done += 1
         if self._progress is not None:
             self._progress("weights", self._done, self._total)
-        return tensor

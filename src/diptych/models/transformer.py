@@ -10,7 +10,7 @@ T = tokens in the step, R = rows whose logits are wanted, H = query heads, G = K
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, Protocol, cast, runtime_checkable
 
 import torch
@@ -18,8 +18,9 @@ from torch import nn
 
 from diptych.attention.backend import AttentionBackend, AttentionInputs, AttentionSpec, ForwardInputs
 from diptych.attention.cpu import CPUAttention
-from diptych.kernels.decoder_layer import FusedLayer, LayerParts
+from diptych.kernels.decoder_layer import FusedLayer, FusedStack, LayerParts
 from diptych.kernels.linear import Quantization
+from diptych.kernels.memory import give_back_heap
 from diptych.kernels.norm import FusedHeads, can_normalize
 from diptych.layers.embedding import Embedding
 from diptych.layers.linear import Linear, MergedLinear
@@ -137,6 +138,21 @@ class Packable(Protocol):
     def pack(self, quantization: Quantization = "none") -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBlocks:
+    """A layer that normalises the inputs of its two blocks, and maybe their outputs before it adds them.
+
+    post_attention_norm, post_mlp_norm: what a block's output is normalised with; None where it is added as it is.
+    """
+
+    attention: SelfAttention
+    mlp: GatedMLP
+    input_norm: RMSNorm
+    mlp_norm: RMSNorm
+    post_attention_norm: RMSNorm | None = None
+    post_mlp_norm: RMSNorm | None = None
+
+
 class DecoderLayer(nn.Module, ABC):
     """One layer of an architecture. Its children are `Loadable` and bear the checkpoint's names."""
 
@@ -154,13 +170,13 @@ class DecoderLayer(nn.Module, ABC):
     ) -> torch.Tensor:
         """The residual stream [T, hidden] after this layer, in place of `hidden`."""
 
-    def parts(self) -> LayerParts | None:
-        """The same layer as the CPU kernels compute it in one call; None if they cannot, or if a part is not packed."""
-        return None
+    @abstractmethod
+    def blocks(self) -> LayerBlocks:
+        """The same layer as data, for what computes it with fewer, larger kernels."""
 
     def fuse(self) -> None:
         """Once the parts are packed: run as one kernel, where there is one."""
-        parts = self.parts()
+        parts = layer_parts(self.blocks())
         if self.fused is None and parts is not None and parts.has_whole_tiles:
             self.fused = FusedLayer(parts)
 
@@ -199,88 +215,101 @@ class Transformer(nn.Module):
             device=device,
         )
         self.rotary, self.local_rotary = _rotaries(config, dtype=dtype, device=device)
+        self._stack: tuple[CPUAttention, FusedStack] | None = None
 
     def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
         hidden = self.embed_tokens(inputs.token_ids)
-        rotation = self.rotary(inputs.positions)
-        local_rotation = rotation if self.local_rotary is None else self.local_rotary(inputs.positions)
-        for layer, window in zip(self.layers, self.config.layer_windows, strict=True):
-            hidden = _run_layer(layer, hidden, rotation if window is None else local_rotation, inputs, attention)
+        rotations = [rotary(inputs.positions) for rotary in (self.rotary, self.local_rotary) if rotary is not None]
+        if isinstance(attention, CPUAttention) and (stack := self._stack_on(attention)) is not None:
+            return self.norm(attention.run_stack(stack, hidden, rotations, inputs.attention))
+        for layer, rotation in zip(self.layers, self._rotation_of_layer(), strict=True):
+            hidden = layer(hidden, rotations[rotation], inputs.attention, attention)
         return self.norm(hidden)
+
+    def _rotation_of_layer(self) -> list[int]:
+        """Which rotary embedding each layer uses: 0, or 1 for the windowed layers' own."""
+        has_own = self.local_rotary is not None
+        return [int(has_own and window is not None) for window in self.config.layer_windows]
+
+    def _stack_on(self, attention: CPUAttention) -> FusedStack | None:
+        """All layers as one kernel over this attention's pool, if all are fused."""
+        if self._stack is None or self._stack[0] is not attention:
+            if not self.is_fused:
+                return None
+            stacked = [
+                attention.stacked(
+                    layer.fused, layer.self_attn.spec, num_heads=layer.self_attn.num_heads, rotation=index
+                )
+                for layer, index in zip(cast(list[DecoderLayer], self.layers), self._rotation_of_layer(), strict=True)
+                if layer.fused is not None
+            ]
+            self._stack = (attention, FusedStack(stacked))
+        return self._stack[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)
+
+    def likeliest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Each row's likeliest token and its logit; None where only `logits` can tell."""
+        return self.lm_head.likeliest(hidden)
 
     @property
     def is_fused(self) -> bool:
         """Whether every layer runs as one kernel, which leaves next to nothing for torch to compute."""
         return all(cast(DecoderLayer, layer).fused is not None for layer in self.layers)
 
-    def pack(self, quantization: Quantization = "none", progress: Callable[[int, int], None] | None = None) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """Hand every layer to the CPU kernels, where there are any: weights are reordered in place, for good.
 
         Args: quantization: "int8" rounds the weights of bfloat16 linear layers and of the embedding to 8 bits.
-        progress: told modules done, and all.
         """
-        modules = [module for module in self.modules() if module is not self and isinstance(module, Packable)]
-        for done, module in enumerate(modules, start=1):
+        for part in self._parts().values():
+            _pack(part, quantization)
+
+    def load(self, source: WeightSource, *, pack_as: Quantization | None = None) -> None:
+        """Read all weights. pack_as: `pack` each part as soon as it is read, so that only one takes memory twice."""
+        for prefix, part in self._parts().items():
+            cast(Loadable, part).load(source, prefix)
+            if pack_as is not None:
+                _pack(part, pack_as)
+
+    def _parts(self) -> dict[str, nn.Module]:
+        """By their names in a checkpoint, in the order in which a step uses them."""
+        layers = {f"model.layers.{index}": layer for index, layer in enumerate(self.layers)}
+        return {"model.embed_tokens": self.embed_tokens, **layers, "model.norm": self.norm, "lm_head": self.lm_head}
+
+
+def _pack(part: nn.Module, quantization: Quantization) -> None:
+    """Hand all of a part to the CPU kernels."""
+    for module in part.modules():
+        if isinstance(module, Packable):
             module.pack(quantization)
-            if progress is not None:
-                progress(done, len(modules))
-        for layer in self.layers:
-            cast(DecoderLayer, layer).fuse()
-
-    def load(self, source: WeightSource) -> None:
-        self.embed_tokens.load(source, "model.embed_tokens")
-        for index, layer in enumerate(self.layers):
-            cast(Loadable, layer).load(source, f"model.layers.{index}")
-        self.norm.load(source, "model.norm")
-        self.lm_head.load(source, "lm_head")
+    if isinstance(part, DecoderLayer):
+        part.fuse()
+    give_back_heap()
 
 
-def _run_layer(
-    layer: nn.Module, hidden: torch.Tensor, rotation: Rotation, inputs: ForwardInputs, attention: AttentionBackend
-) -> torch.Tensor:
-    """One layer: as a single kernel if it has been fused and the attention is that kernel's, else part by part."""
-    layer = cast(DecoderLayer, layer)
-    if layer.fused is None or not isinstance(attention, CPUAttention):
-        return layer(hidden, rotation, inputs.attention, attention)
-    block = layer.self_attn
-    return attention.run_layer(
-        layer.fused, hidden, rotation=rotation, inputs=inputs.attention, spec=block.spec, num_heads=block.num_heads
-    )
-
-
-def layer_parts(
-    attention: SelfAttention,
-    mlp: GatedMLP,
-    *,
-    input_norm: RMSNorm,
-    mlp_norm: RMSNorm,
-    post_attention_norm: RMSNorm | None = None,
-    post_mlp_norm: RMSNorm | None = None,
-) -> LayerParts | None:
-    """A layer's packed parts, for one that normalises the inputs of its blocks and maybe their outputs.
-
-    None if a part is not packed.
-    """
+def layer_parts(blocks: LayerBlocks) -> LayerParts | None:
+    """A layer's packed parts, as the CPU kernels compute it in one call; None if a part is not packed."""
+    attention, mlp = blocks.attention, blocks.mlp
     linears = (attention.qkv.packed, attention.o_proj.packed, mlp.gate_up.packed, mlp.down.packed)
     qkv, output, gate_up, down = linears
-    before_attention, before_mlp, heads = input_norm.fused, mlp_norm.fused, attention.fused_heads
+    before_attention, before_mlp, heads = blocks.input_norm.fused, blocks.mlp_norm.fused, attention.fused_heads
     if qkv is None or output is None or gate_up is None or down is None:
         return None
     if before_attention is None or before_mlp is None or heads is None:
         return None
+    after_attention, after_mlp = blocks.post_attention_norm, blocks.post_mlp_norm
     return LayerParts(
         input_norm=before_attention,
         query_key_value=qkv,
         heads=heads,
         attention_output=output,
-        post_attention_norm=None if post_attention_norm is None else post_attention_norm.fused,
+        post_attention_norm=None if after_attention is None else after_attention.fused,
         mlp_norm=before_mlp,
         gate_up=gate_up,
         down=down,
-        post_mlp_norm=None if post_mlp_norm is None else post_mlp_norm.fused,
+        post_mlp_norm=None if after_mlp is None else after_mlp.fused,
     )
 
 

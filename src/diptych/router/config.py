@@ -56,6 +56,8 @@ class RouterConfig:
     """Which engine gets a request; with prefill and decode apart it chooses each of the pair."""
     local_prefill_tokens: int = 0
     """Prompts with fewer new tokens than this (estimated) go to a decode engine alone; 0: none do."""
+    learn_local_prefill: bool = False
+    """Learn from times to first token which short prompts decode engines serve faster alone."""
     api_key: str | None = None
     """Bearer token that clients must send; health and metrics stay open."""
     admin_api_key: str | None = None

@@ -15,13 +15,15 @@ from diptych.router.member import Member
 class Exchange:
     """A request at `target`, whose prompt `prefill` computes if it is not None. Times are of the loop's clock.
 
-    scope: set while its bytes flow; moving it into the past ends it.
+    num_new_tokens: of its prompt's num_tokens, that `target` probably lacks. scope: set while its bytes flow; moving it
+    into the past ends it.
     """
 
     target: Member
     prefill: Member | None
     num_tokens: int
     started_at: float
+    num_new_tokens: int = 0
     last_byte_at: float = 0.0
     broken_by: str = ""
     scope: asyncio.Timeout | None = None

@@ -39,6 +39,11 @@ class _PoolCollector(Collector):
             load.add_metric([member.url], member.load)
         yield active
         yield load
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_local_prefill_tokens",
+            "New prompt tokens below which decode engines are alone.",
+            value=float(self._pool.local_prefill_tokens),
+        )
 
 
 class RouterMetrics:

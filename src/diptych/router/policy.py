@@ -82,10 +82,13 @@ POLICIES: dict[PolicyName, Policy] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a request goes. prefill: None means that `target` computes the prompt itself."""
+    """Where a request goes. prefill: None means that `target` computes the prompt itself. num_new_tokens: of it, that
+    `target` probably lacks.
+    """
 
     target: str
     prefill: str | None = None
+    num_new_tokens: int = 0
 
 
 def choose(
@@ -107,8 +110,7 @@ def choose(
     if not targets:
         return None
     target = policy(targets, draw)
-    if target not in decode or not prefill:
-        return Choice(target.url)
-    if num_tokens * (1.0 - target.matched) < local_prefill_tokens:
-        return Choice(target.url)
-    return Choice(target.url, policy(prefill, draw).url)
+    num_new = num_tokens * (1.0 - target.matched)
+    if target not in decode or not prefill or num_new < local_prefill_tokens:
+        return Choice(target.url, None, round(num_new))
+    return Choice(target.url, policy(prefill, draw).url, round(num_new))

@@ -10,10 +10,12 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from diptych.errors import RequestError
 from diptych.router.config import EngineAddress, Role, RouterConfig
 from diptych.router.exchange import Exchange
+from diptych.router.learning import LocalPrefillLearner
 from diptych.router.member import Event, Member, State
 from diptych.router.policy import POLICIES, Candidate, Draw, choose
 from diptych.router.prefixes import BLOCK_TOKENS, PrefixIndex
@@ -21,6 +23,14 @@ from diptych.router.prompt import Prompt
 
 # A stream that brought a byte this recently is alive, whatever the engine's /health says.
 SILENCE_S = 1.0
+
+
+class Pair(NamedTuple):
+    """The engine that a request goes to, and the one that computes its prompt if that is another; see `Choice`."""
+
+    target: Member
+    prefill: Member | None
+    num_new_tokens: int
 
 
 class Pool:
@@ -33,6 +43,7 @@ class Pool:
         self._prefixes = PrefixIndex()
         self._policy = POLICIES[config.policy]
         self._turn = -1
+        self._learner = LocalPrefillLearner()
         self.on_joined: Callable[[Member], None] = lambda member: None
         for address in config.engines:
             self.add(address)
@@ -96,9 +107,12 @@ class Pool:
         return self._tier(lambda member: member.role is not Role.PREFILL)
 
     @contextmanager
-    def exchange(self, target: Member, prefill: Member | None, num_tokens: int) -> Iterator[Exchange]:
+    def exchange(self, pair: Pair, num_tokens: int) -> Iterator[Exchange]:
         """A request at its engines, counted as long as the context lasts."""
-        exchange = Exchange(target=target, prefill=prefill, num_tokens=num_tokens, started_at=_now())
+        target, prefill, num_new = pair
+        exchange = Exchange(
+            target=target, prefill=prefill, num_tokens=num_tokens, started_at=_now(), num_new_tokens=num_new
+        )
         exchanges = self._exchanges.setdefault(target, set())
         exchanges.add(exchange)
         exchange.open()
@@ -109,8 +123,25 @@ class Pool:
             exchanges.discard(exchange)
             self._forget_if_idle(target)
 
-    def choose(self, prompt: Prompt, excluded: Collection[Member] = ()) -> tuple[Member, Member | None] | None:
-        """The engine that the request goes to, and the one that computes its prompt if that is another.
+    @property
+    def local_prefill_tokens(self) -> int:
+        """Prompts that lack fewer tokens than this go to a decode engine alone."""
+        learned = self._learner.num_tokens if self._config.learn_local_prefill else 0
+        return max(self._config.local_prefill_tokens, learned)
+
+    def note_first_event(self, exchange: Exchange, seconds: float) -> None:
+        """A stream has begun, so long after its request came: what `learn_local_prefill` learns from."""
+        if exchange.target.role is Role.DECODE:
+            self._learner.observe(exchange.num_new_tokens, is_local=exchange.prefill is None, seconds=seconds)
+
+    def _threshold(self) -> int:
+        """`local_prefill_tokens` for one choice; while it learns, sometimes another."""
+        if not self._config.learn_local_prefill:
+            return self._config.local_prefill_tokens
+        return max(self._config.local_prefill_tokens, self._learner.draw_threshold(random.random()))
+
+    def choose(self, prompt: Prompt, excluded: Collection[Member] = ()) -> Pair | None:
+        """Where the request goes.
 
         None if nobody can take it. Only engines that serve the model are asked, if any is known to.
         """
@@ -140,13 +171,14 @@ class Pool:
             decode=candidates(targets, Role.DECODE),
             prefill=candidates(prefills, Role.PREFILL),
             num_tokens=prompt.num_tokens,
-            local_prefill_tokens=self._config.local_prefill_tokens,
+            local_prefill_tokens=self._threshold(),
         )
         if choice is None:
             return None
         for url in filter(None, (choice.target, choice.prefill)):
             self._prefixes.record(prompt.blocks, url)
-        return self._members[choice.target], None if choice.prefill is None else self._members[choice.prefill]
+        prefill = None if choice.prefill is None else self._members[choice.prefill]
+        return Pair(self._members[choice.target], prefill, choice.num_new_tokens)
 
     def forget_prefixes(self) -> None:
         """The engines' caches were emptied."""

@@ -20,6 +20,7 @@ from diptych.router.events import is_last, split_events
 from diptych.router.exchange import Exchange
 from diptych.router.headers import Identity, forwarded, returned
 from diptych.router.member import Member
+from diptych.router.pool import Pair
 from diptych.router.prompt import Prompt
 from diptych.router.state import RouterState
 from diptych.router.upstream import Answer, EngineFailed
@@ -96,15 +97,13 @@ class Relay(Response):
             pair = await self._choose(failure, excluded, attempt)
             if pair is None:
                 break
-            failure = await self._attempt(*pair)
+            failure = await self._attempt(pair)
             if failure is None:
                 return
             excluded.add(failure.blamed)
         await self._give_up(failure)
 
-    async def _choose(
-        self, failure: Failure | None, excluded: set[Member], attempt: int
-    ) -> tuple[Member, Member | None] | None:
+    async def _choose(self, failure: Failure | None, excluded: set[Member], attempt: int) -> Pair | None:
         pool, prompt = self._state.pool, self._call.prompt
         pair = pool.choose(prompt, excluded)
         if pair is None and failure is not None and failure.may_repeat:
@@ -115,12 +114,14 @@ class Relay(Response):
         if failure is not None:
             self._state.metrics.note_retry(failure.reason)
         overhead_s = None if failure is not None else _now() - self._call.arrived_at
-        target, prefill = pair[0], pair[1] if self._call.is_paired else None
-        self._state.metrics.note_choice(is_remote=prefill is not None, overhead_s=overhead_s)
-        return target, prefill
+        if not self._call.is_paired:
+            pair = pair._replace(prefill=None)
+        self._state.metrics.note_choice(is_remote=pair.prefill is not None, overhead_s=overhead_s)
+        return pair
 
-    async def _attempt(self, target: Member, prefill: Member | None) -> Failure | None:
+    async def _attempt(self, pair: Pair) -> Failure | None:
         """Returns None once the client has its answer, complete or not."""
+        target, prefill = pair.target, pair.prefill
         call, self._outcome = self._call, "client_gone"
         self._num_attempts += 1
         self._route = target.url if prefill is None else f"{target.url} prefill {prefill.url}"
@@ -129,7 +130,7 @@ class Relay(Response):
             body = call.prompt.with_bootstrap(prefill.address.bootstrap_host, prefill.bootstrap_port)
         headers = forwarded(call.headers, call.identity, self._state.config.engine_api_key)
         upstream = self._state.upstream.request(call.method, target.url + call.path, headers=headers, body=body or None)
-        with self._state.pool.exchange(target, prefill, call.prompt.num_tokens) as exchange:
+        with self._state.pool.exchange(pair, call.prompt.num_tokens) as exchange:
             try:
                 async with asyncio.timeout(None) as exchange.scope, upstream as answer:
                     if answer.status in _RETRIED:
@@ -208,7 +209,10 @@ class Relay(Response):
         self._has_started = True
         exchange.first_byte()
         self._first_byte_at = _now()
-        self._state.metrics.note_first_byte(self._first_byte_at - self._call.arrived_at)
+        seconds = self._first_byte_at - self._call.arrived_at
+        self._state.metrics.note_first_byte(seconds)
+        if self._is_events and answer.status == 200 and self._num_attempts == 1:
+            self._state.pool.note_first_event(exchange, seconds)
         headers = returned(answer.headers, self._call.identity)
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
 

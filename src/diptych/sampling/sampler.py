@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from diptych.core.batch import TokenLogprobs
 from diptych.core.request import SamplingParams
 from diptych.errors import RequestError, Unsupported
+from diptych.sampling.choice import TokenChoice
 from diptych.sampling.grammar import GrammarCompiler, PendingMask
 from diptych.sampling.grammar_check import validate_grammar
 from diptych.sampling.logprobs import output_logprobs, wants_logprobs
 from diptych.sampling.penalties import LogitBias, Penalties, has_penalties
-from diptych.sampling.random import uniforms
-from diptych.sampling.truncation import SamplingRows, TokenSampler, argmax_rows
 
 _UNSOUND = "the model's logits are not finite, or nothing is left to choose from; the request cannot go on"
 
@@ -82,16 +81,10 @@ class Sampler:
         self._grammars = grammars
         self._slots: dict[int, _Slot] = {}
         self._features = np.zeros(max_slots, dtype=np.uint8)
-        self._positions = np.zeros(max_slots, dtype=np.int64)
-        self._seeds = np.zeros(max_slots, dtype=np.int64)
-        self._temperature = np.ones(max_slots, dtype=np.float64)
-        self._top_k = np.zeros(max_slots, dtype=np.int64)
-        self._top_p = np.ones(max_slots, dtype=np.float64)
-        self._min_p = np.zeros(max_slots, dtype=np.float64)
         self._min_tokens = np.zeros(max_slots, dtype=np.int64)
         self._penalties = Penalties(vocab_size, device=device)
         self._bias = LogitBias(vocab_size, device=device)
-        self._token_sampler = TokenSampler(vocab_size, device=device)
+        self._choice = TokenChoice(vocab_size, max_slots, device=device)
 
     def admit(
         self,
@@ -117,8 +110,8 @@ class Sampler:
         stop_ids = {token for token in (*eos_token_ids, *sampling.stop_token_ids) if 0 <= token < self._vocab_size}
         entry.banned = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=self._device)
         self._slots[slot] = entry
-        self._positions[slot] = len(token_ids) - num_prompt_tokens
-        self._set_numbers(slot, sampling)
+        self._min_tokens[slot] = sampling.min_tokens
+        self._choice.admit(slot, sampling, len(token_ids) - num_prompt_tokens)
         self._features[slot] = _features_of(sampling, has_stop_ids=len(stop_ids) > 0)
 
     def release(self, slot: int) -> None:
@@ -140,17 +133,60 @@ class Sampler:
         errors: list[str | None] = [None] * len(slots)
         logprobs: list[TokenLogprobs | None] = [None] * len(slots)
         if present == 0:
-            token_ids = self._choose_greedy(logits, errors)
+            token_ids = _keep_sound(self._choice.choose(logits, index), errors)
         else:
             asking = np.flatnonzero(features & _Feature.LOGPROBS)
             raw = self._raw_logits(logits, asking, adjusts=bool(present & _Feature.ADJUSTS))
             if present & _Feature.ADJUSTS:
                 self._adjust(logits, slots, features, errors)
-            token_ids = self._choose(logits, index, features, errors)
+            token_ids = _keep_sound(self._choice.choose(logits, index), errors)
             self._record(token_ids, slots, features, errors)
             self._add_logprobs(logprobs, raw, token_ids, asking, slots, errors)
-        self._positions[index] += 1
+        self.advance(slots)
         return SampledRows(token_ids, logprobs, errors)
+
+    @torch.inference_mode()
+    def sample_device(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        """Choose one token per row and advance its slot, without waiting for a CUDA device; `needs_host` is False.
+
+        Args: logits: float [R, V], not modified. slots: the rows' slots, [R], each at most once.
+        Returns: int64 [R] on the device, -1 where the logits are not finite.
+        """
+        token_ids = self._choice.choose(logits, np.asarray(slots, dtype=np.int64))
+        self.advance(slots)
+        return token_ids
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what draws from logits of a dtype need on a CUDA device, seconds; no slot is touched."""
+        for kind in {dtype, torch.float32}:  # `sample` is given float32
+            logits = torch.zeros(1, self._vocab_size, dtype=kind, device=self._device)
+            self._choice.choose(logits, np.zeros(1, dtype=np.int64))
+
+    def take(self, token_ids: torch.Tensor, logits: torch.Tensor, slots: list[int]) -> SampledRows:
+        """Accept the likeliest tokens of greedy rows, found elsewhere, and advance their slots.
+
+        Args: token_ids: int64 [R]. logits: these tokens' own, float32 [R]; one that is not finite is an error.
+        """
+        errors: list[str | None] = [None] * len(slots)
+        token_ids = _keep_sound(torch.where(torch.isfinite(logits), token_ids, -1), errors)
+        self.advance(slots)
+        return SampledRows(token_ids, [None] * len(slots), errors)
+
+    def needs_host(self, slots: list[int]) -> bool:
+        """Whether a row asks for what only `sample` does: it waits for the device."""
+        return bool(self._present(slots) & (_Feature.ADJUSTS | _Feature.LOGPROBS))
+
+    def is_greedy(self, slots: list[int]) -> bool:
+        """Whether every row wants its likeliest token and nothing else."""
+        return self._present(slots) == 0
+
+    def advance(self, slots: list[int]) -> None:
+        """Count a token for each of these rows; called for greedy ones whose token was chosen elsewhere."""
+        self._choice.positions[slots] += 1
+
+    def _present(self, slots: list[int]) -> int:
+        """Features that any of the rows has."""
+        return int(np.bitwise_or.reduce(self._features[slots], initial=0))
 
     def _compiler(self) -> GrammarCompiler:
         if self._grammars is None:
@@ -166,14 +202,6 @@ class Sampler:
                     f"logprob_token_ids names token {token_id}, but the vocabulary has {self._vocab_size}",
                     param="logprob_token_ids",
                 )
-
-    def _set_numbers(self, slot: int, sampling: SamplingParams) -> None:
-        self._seeds[slot] = sampling.seed or 0
-        self._temperature[slot] = sampling.temperature
-        self._top_k[slot] = max(0, sampling.top_k)
-        self._top_p[slot] = sampling.top_p
-        self._min_p[slot] = sampling.min_p
-        self._min_tokens[slot] = sampling.min_tokens
 
     def _raw_logits(self, logits: torch.Tensor, rows: NDArray[np.int64], *, adjusts: bool) -> torch.Tensor | None:
         """The model's own logits of rows that ask for logprobs; a copy only if the originals will change."""
@@ -201,7 +229,7 @@ class Sampler:
 
     def _mask_row(self, logits: torch.Tensor, slot: int) -> None:
         entry = self._slots[slot]
-        is_early = self._positions[slot] < self._min_tokens[slot]
+        is_early = self._choice.positions[slot] < self._min_tokens[slot]
         if not is_early:
             self._features[slot] &= ~np.uint8(_Feature.MIN_TOKENS)
         if entry.mask is None:
@@ -214,39 +242,6 @@ class Sampler:
             without_stops[entry.banned.cpu().numpy()] = 0
             bits = without_stops if without_stops.any() else bits  # a complete grammar ends the output even so
         logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
-
-    def _choose_greedy(self, logits: torch.Tensor, errors: list[str | None]) -> torch.Tensor:
-        token_ids = argmax_rows(logits)
-        is_sound = torch.isfinite(logits.gather(1, token_ids[:, None]))[:, 0]
-        return _keep_sound(token_ids, is_sound, errors)
-
-    def _choose(
-        self, logits: torch.Tensor, index: NDArray[np.int64], features: NDArray[np.uint8], errors: list[str | None]
-    ) -> torch.Tensor:
-        is_random = (features & _Feature.RANDOM) != 0
-        if not is_random.any():
-            return self._choose_greedy(logits, errors)
-        rows = np.flatnonzero(is_random)
-        slots = index[rows]
-        sampling = SamplingRows(
-            rows=rows,
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            min_p=self._min_p[slots],
-            noise=uniforms(self._seeds[slots], self._positions[slots]),
-        )
-        drawn, is_sound = self._token_sampler.draw(logits, sampling)
-        if is_random.all():
-            return _keep_sound(drawn, is_sound, errors)
-        token_ids = torch.zeros(len(index), dtype=torch.int64, device=logits.device)
-        all_sound = torch.ones(len(index), dtype=torch.bool, device=logits.device)
-        places = torch.from_numpy(rows).to(logits.device)
-        token_ids[places], all_sound[places] = drawn, is_sound
-        for row in np.flatnonzero(~is_random).tolist():  # row by row: no copy of the others' logits
-            token_ids[row] = argmax_rows(logits[row : row + 1])[0]
-            all_sound[row] = torch.isfinite(logits[row, token_ids[row]])
-        return _keep_sound(token_ids, all_sound, errors)
 
     def _record(
         self, token_ids: torch.Tensor, slots: list[int], features: NDArray[np.uint8], errors: list[str | None]
@@ -298,8 +293,9 @@ def _features_of(sampling: SamplingParams, *, has_stop_ids: bool) -> int:
     return int(features)
 
 
-def _keep_sound(token_ids: torch.Tensor, is_sound: torch.Tensor, errors: list[str | None]) -> torch.Tensor:
-    """Token ids with 0 for unsound rows, whose errors are noted unless one is known already."""
+def _keep_sound(token_ids: torch.Tensor, errors: list[str | None]) -> torch.Tensor:
+    """Token ids with 0 for unsound rows, which have -1; their errors are noted unless one is known already."""
+    is_sound = token_ids >= 0
     if bool(is_sound.all()):
         return token_ids
     for row, sound in enumerate(is_sound.tolist()):

@@ -12,6 +12,9 @@ from diptych.scheduler.ports import Begin, SinkNews, SourceNews
 class LocalPrefill:
     """A PrefillSource that leaves every prompt to this engine."""
 
+    def wants(self, sequence: Sequence) -> bool:
+        return False
+
     def begin(self, sequence: Sequence, pages: SequencePages) -> Begin:
         return Begin.HERE
 

@@ -64,6 +64,10 @@ SourceNews = FirstToken | Landed | GaveUp
 class PrefillSource(Protocol):
     """Who computes the prompts of new sequences."""
 
+    def wants(self, sequence: Sequence) -> bool:
+        """Whether `begin` may yet start to fill the pages of this waiting sequence from elsewhere."""
+        ...
+
     def begin(self, sequence: Sequence, pages: SequencePages) -> Begin:
         """Start to fill `pages` from elsewhere if this prompt is to come from there; ELSEWHERE makes it LOADING."""
         ...
@@ -81,7 +85,7 @@ class PrefillSource(Protocol):
         ...
 
     def cancel(self, sequence: Sequence) -> None:
-        """Give up a LOADING sequence; it still ends with Landed or GaveUp, once no write can land in its pages."""
+        """Give up a LOADING sequence; it still ends with Landed or GaveUp, soon: its pages may stay longer."""
         ...
 
 

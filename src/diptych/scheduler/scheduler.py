@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 
 from diptych.core.batch import Batch, FinishReason, RowOutput, SequenceStep, StepOutput, TokenLogprobs
 from diptych.core.messages import EngineLoad, RequestFailed, RequestOutput
@@ -67,7 +68,7 @@ class Scheduler:
         self._landed: deque[tuple[Sequence, SequencePages]] = deque()  # filled by a peer, not yet seated
         self._running: dict[Sequence, None] = {}  # seated and plannable
         self._leaving: dict[Sequence, SequenceState] = {}  # seated until their steps in flight are applied
-        self._sending: dict[Sequence, None] = {}
+        self._sending: dict[Sequence, SequencePages] = {}  # computed: a slot is no longer needed, the pages are
         self._inflight: deque[tuple[int, list[tuple[Sequence, SequenceStep]]]] = deque()
         self._deadlines = Deadlines()
         self._answers: list[Answer] = []
@@ -121,6 +122,11 @@ class Scheduler:
         return not (self._sequences or self._inflight or self._leaving or self._loading or self._sending)
 
     @property
+    def num_awaiting_pages(self) -> int:
+        """Requests whose prompt a peer is to compute, and that wait for the pages that it is to fill."""
+        return sum(self._source.wants(sequence) for sequence in self._waiting)
+
+    @property
     def num_inflight_steps(self) -> int:
         """Steps submitted and not yet applied."""
         return len(self._inflight)
@@ -170,6 +176,9 @@ class Scheduler:
             if victim is None or (victim is sequence and self._leaving):
                 return False  # pages come back when the steps in flight are applied
             if victim is sequence and len(self._running) == 1:
+                if self._landed:  # they wait for a page of this one, as it does for one of theirs
+                    self._retract_landed()
+                    continue
                 if self._peers_hold_pages:
                     return False  # they come back, too
                 raise InvariantError(f"request {sequence.request_id} alone does not fit the KV pool")
@@ -181,7 +190,7 @@ class Scheduler:
 
     @property
     def _peers_hold_pages(self) -> bool:
-        return bool(self._loading or self._landed or self._sending or self._cache.num_taken_out)
+        return bool(self._loading or self._sending or self._cache.num_taken_out)
 
     def _add_row(self, sequence: Sequence, count: int, draft: StepDraft) -> None:
         row = draft.rows[sequence] = self._seats.row(sequence, count)
@@ -235,9 +244,14 @@ class Scheduler:
             elif self._running or self._leaving:
                 return  # they will give back pages
             else:
-                self._landed.popleft()
-                self._cache.close(pages, sequence.token_ids, sequence.num_computed_tokens)
-                self._wait_again(sequence)
+                self._retract_landed()
+
+    def _retract_landed(self) -> None:
+        """The one that landed last gives its pages back; as far as they stay in the cache nothing is computed again."""
+        sequence, pages = self._landed.pop()
+        self._cache.close(pages, sequence.token_ids, sequence.num_computed_tokens)
+        self.counters.retractions_total += 1
+        self._wait_again(sequence)
 
     def _seat(self, sequence: Sequence, pages: SequencePages, draft: StepDraft) -> None:
         """Give a sequence with pages a slot and plan its first row."""
@@ -294,7 +308,7 @@ class Scheduler:
         if row.token_ids and sequence in self._running and self._sink.wants(sequence):
             del self._running[sequence]
             sequence.move_to(SequenceState.SENDING)
-            self._sending[sequence] = None
+            self._sending[sequence] = self._seats.leave(sequence)
             self._sink.sampled(sequence, row)
 
     def _append(
@@ -436,8 +450,8 @@ class Scheduler:
             self.fail(sequence.request_id, news.error)
 
     def _end_sent(self, sequence: Sequence, error: DiptychError | None) -> None:
-        del self._sending[sequence]
-        self._vacate(sequence, SequenceState.FINISHED)
+        self._cache.close(self._sending.pop(sequence), sequence.token_ids, sequence.num_computed_tokens)
+        sequence.move_to(SequenceState.FINISHED)
         if sequence.is_answered:
             return
         sequence.is_answered = True
@@ -453,7 +467,6 @@ class Scheduler:
     def load(self) -> EngineLoad:
         """Gauges and totals of now; the engine adds its own times."""
         cache, limits = self._cache, self.limits
-        counters = self.counters
         return EngineLoad(
             timestamp=self._clock(),
             num_running=len(self._running) + len(self._sending),
@@ -466,12 +479,7 @@ class Scheduler:
             page_size=cache.page_size,
             num_slots=limits.max_num_seqs,
             num_free_slots=self._seats.num_free,
-            steps_total=counters.steps_total,
-            prompt_tokens_total=counters.prompt_tokens_total,
-            cached_tokens_total=counters.cached_tokens_total,
-            prefix_queries_total=counters.prefix_queries_total,
-            generation_tokens_total=counters.generation_tokens_total,
-            retractions_total=counters.retractions_total,
+            **asdict(self.counters),
         )
 
     def flush_cache(self) -> bool:

@@ -62,6 +62,10 @@ class Seats:
 
     def vacate(self, sequence: Sequence) -> None:
         """Give back slot and pages; whole computed pages stay in the prefix cache. No step may be in flight."""
+        self._cache.close(self.leave(sequence), sequence.token_ids, sequence.num_computed_tokens)
+
+    def leave(self, sequence: Sequence) -> SequencePages:
+        """Give back the slot alone, and return the pages to whom they now belong. No step may be in flight."""
         if sequence.num_inflight_steps:
             raise InvariantError(
                 f"request {sequence.request_id} leaves with {sequence.num_inflight_steps} steps in flight"
@@ -69,7 +73,7 @@ class Seats:
         seat = self._taken.pop(sequence)
         self._free.append(seat.slot)
         self._releases.append(seat.slot)
-        self._cache.close(seat.pages, sequence.token_ids, sequence.num_computed_tokens)
+        return seat.pages
 
     def take_releases(self) -> list[int]:
         """Slots vacated since the last call."""

@@ -35,6 +35,7 @@ def http_server(app: Starlette) -> HttpServer:
             access_log=False,
             log_config=None,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CONNECTION_GRACE_S,
         )

@@ -163,7 +163,7 @@ def _transfer_load(state: ServerState, load: EngineLoad) -> dict[str, Any]:
     return {
         "prefill_bootstrap_queue_reqs": transfer.num_outgoing_waiting,
         "prefill_inflight_queue_reqs": transfer.num_outgoing_rooms - transfer.num_outgoing_waiting,
-        "decode_prealloc_queue_reqs": 0,  # who waits for pages is in num_waiting_reqs
+        "decode_prealloc_queue_reqs": transfer.num_incoming_waiting,
         "decode_transfer_queue_reqs": transfer.num_incoming_rooms,
         "kv_transfer_speed_gb_s": speed.gb_per_s,
         "kv_transfer_latency_ms": speed.latency_ms,
@@ -173,6 +173,7 @@ def _transfer_load(state: ServerState, load: EngineLoad) -> dict[str, Any]:
         "peers": transfer.num_peers,
         "lost_peers": transfer.num_lost_peers,
         "bytes_sent": transfer.bytes_sent_total,
+        "transfer_seconds": transfer.transfer_s_total,
         "descriptors": transfer.descriptors_total,
         "rooms_done": transfer.rooms_done_total,
         "failures": transfer.failures_total,
@@ -190,6 +191,7 @@ def _core_load(load: EngineLoad) -> dict[str, Any]:
         "max_total_num_tokens": load.num_pages * load.page_size,
         "token_usage": kv_usage(load),
         "gen_throughput": load.generation_tokens_per_s,
+        "prompt_tokens": load.prompt_tokens_total - load.cached_tokens_total,
         "cache_hit_rate": cache_hit_rate(load),
         "utilization": (load.num_slots - load.num_free_slots) / load.num_slots if load.num_slots else 0.0,
     }

@@ -76,9 +76,11 @@ def banner(info: EngineInfo, config: ServerConfig, model_name: str, port: int) -
     """What is served where, what fits, and a command to try."""
     nbytes = info.num_pages * info.page_nbytes
     url = base_url(config.host, port)
+    role = [] if info.peer is None else [f"  role      {info.peer.role}; peers reach it at {info.peer.address}"]
     return "\n".join(
         (
             f"Diptych {diptych.__version__} serves {model_name} at {url}",
+            *role,
             f"  model     {info.model_path}",
             f"            {info.architecture}, {info.dtype}, {info.device}; loaded in {info.load_s:.1f} s",
             f"  KV cache  {info.num_kv_tokens:,} tokens ({nbytes / 2**30:.2f} GiB); context {info.max_model_len:,}",

@@ -19,8 +19,9 @@ from diptych.errors import PeerLost
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 1.0
-FRESH_S = 1.0  # an answer is used as it is
-STALE_S = 3.0  # it is used once more while the registry is asked again
+FRESH_S = 1.0  # an answer is used as it is, and then the registry is asked again, before anybody needs to wait for it
+STALE_S = 3.0  # it is used if the registry has not answered again meanwhile
+USED_S = 60.0  # a registry that nobody named for so long is not asked again
 MISSED_S = 0.25  # a failure is not tried again
 MAX_ENTRIES = 256
 _MAX_ANSWER_NBYTES = 64 * 1024
@@ -94,14 +95,29 @@ def open_session() -> aiohttp.ClientSession:
 
 @dataclass(eq=False)
 class _Entry:
-    """What is known of one registry. answer: None before the first; a text is why there is none."""
+    """What is known of one registry. answer: None before the first; a text is why there is none. used_at: by a request.
+    lookup: under way. next_lookup: due once the answer is no longer fresh.
+    """
 
     answer: RankRoute | str | None = None
     answered_at: float = float("-inf")
+    used_at: float = float("-inf")
     lookup: asyncio.Task[None] | None = None
+    next_lookup: asyncio.TimerHandle | None = None
 
     def is_older_than(self, seconds: float, now: float) -> bool:
         return now - self.answered_at > seconds
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no request has named it for a while."""
+        return self.answered_at - self.used_at > USED_S
+
+    def forget_next_lookup(self) -> None:
+        """There is one under way, or nobody wants it any more."""
+        if self.next_lookup is not None:
+            self.next_lookup.cancel()
+            self.next_lookup = None
 
 
 @dataclass(eq=False)
@@ -114,10 +130,10 @@ class RegistryClient:
     async def find(self, host: str, port: int) -> RankRoute:
         """Where the engine of this registry listens. Raises: PeerLost if that cannot be learned."""
         entry = self._entry(host, port)
-        now = _now()
+        now = entry.used_at = _now()
         is_missed = isinstance(entry.answer, str)
         if entry.lookup is None and entry.is_older_than(MISSED_S if is_missed else FRESH_S, now):
-            entry.lookup = asyncio.create_task(self._look_up(entry, host, port))
+            self._start_lookup(entry, host, port)
         if entry.lookup is not None and (not isinstance(entry.answer, RankRoute) or entry.is_older_than(STALE_S, now)):
             await asyncio.shield(entry.lookup)
         if isinstance(entry.answer, RankRoute):
@@ -126,6 +142,8 @@ class RegistryClient:
 
     async def close(self) -> None:
         """Give up open questions and close connections."""
+        for entry in self._entries.values():
+            entry.forget_next_lookup()
         lookups = [entry.lookup for entry in self._entries.values() if entry.lookup is not None]
         for lookup in lookups:
             lookup.cancel()
@@ -145,7 +163,11 @@ class RegistryClient:
     def _forget_one(self) -> None:
         oldest = next((key for key, entry in self._entries.items() if entry.lookup is None), None)
         if oldest is not None:
-            del self._entries[oldest]
+            self._entries.pop(oldest).forget_next_lookup()
+
+    def _start_lookup(self, entry: _Entry, host: str, port: int) -> None:
+        entry.forget_next_lookup()
+        entry.lookup = asyncio.create_task(self._look_up(entry, host, port))
 
     async def _look_up(self, entry: _Entry, host: str, port: int) -> None:
         if self._session is None:
@@ -157,6 +179,9 @@ class RegistryClient:
             answer = str(error)
         self._note(entry, answer)
         entry.answer, entry.answered_at, entry.lookup = answer, _now(), None
+        if isinstance(answer, RankRoute) and not entry.is_unused:
+            loop = asyncio.get_running_loop()
+            entry.next_lookup = loop.call_later(FRESH_S, self._start_lookup, entry, host, port)
 
     def _note(self, entry: _Entry, answer: RankRoute | str) -> None:
         """Log what has changed, once."""

@@ -32,10 +32,13 @@ class AgentFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeerAdded:
-    """key: the caller's own, from `add_peer`. peer: the agent's name, for `write`."""
+    """key: the caller's own, from `add_peer`. peer: the agent's name, for `write`. lanes: UCX's transports to it, if
+    they are known.
+    """
 
     key: str
     peer: str
+    lanes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +133,10 @@ class StepwiseAgent:
         """Writes that have not ended."""
         return len(self._posted)
 
-    def add_peer(self, key: str, metadata: bytes) -> None:
-        """Meet a peer: `PeerAdded` or `PeerRefused`."""
+    def add_peer(self, key: str, metadata: bytes, lanes: frozenset[str] = frozenset()) -> None:
+        """Meet a peer: `PeerAdded`, which passes `lanes` on, or `PeerRefused`."""
         try:
-            self._on_event(PeerAdded(key, self._backend.add_peer(metadata)))
+            self._on_event(PeerAdded(key, self._backend.add_peer(metadata), lanes))
         except TransferError as error:
             self._on_event(PeerRefused(key, error))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from diptych.errors import PeerIncompatible
 from diptych.kv.layout import KVLayout
+from diptych.transfer.backend import HOST, MemoryKind, MemorySpace
 from diptych.transfer.extension import OtherVersion, PeerExtension, RoomExtension, mismatches
 from diptych.transfer.handoff import NUM_BUFFERS, HandoffLayout
 from diptych.transfer.plan import PageOrder, PageTemplate, page_template
@@ -26,6 +27,7 @@ class Destination:
 
     template: PageTemplate
     kv_addresses: tuple[int, ...]
+    kv_space: MemorySpace
     aux_addresses: tuple[int, ...]
     aux_row_nbytes: tuple[int, ...]
     num_pages: int | None
@@ -98,11 +100,19 @@ def destination_of(
     return Destination(
         template=template,
         kv_addresses=registration.kv_addresses,
+        kv_space=_kv_space(registration, ours),
         aux_addresses=registration.aux_addresses,
         aux_row_nbytes=aux_row_nbytes,
         num_pages=num_pages,
         instance_id=instance_id,
     )
+
+
+def _kv_space(registration: Registration, ours: PeerExtension) -> MemorySpace:
+    """Where a peer's pool is; a base peer, which does not say, is taken to have it in the kind of memory that we do."""
+    extension = registration.extension
+    kind = MemoryKind((extension if isinstance(extension, PeerExtension) else ours).kv_memory)
+    return MemorySpace(kind, registration.gpu_id) if kind is MemoryKind.VRAM else HOST
 
 
 def _handoff_of(extension: PeerExtension, ours: HandoffLayout) -> HandoffLayout:

@@ -9,7 +9,7 @@ clocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -109,7 +109,8 @@ class PeerExtension(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     instance_id: new at every start of the engine. control_endpoint: where it listens for control messages
     (`tcp://...`), if that is not the endpoint of the frame. model_layers, model_kv_heads: of the whole model.
     Fingerprints: of weights and revision; adapters by name; draft is empty without one. num_top_logprobs,
-    hidden_nbytes: shape of its handoff rows. staging: a buffer for packed pages, 0 bytes if there is none.
+    hidden_nbytes: shape of its handoff rows, which are in host memory; kv_memory: where its pool is. staging: a buffer
+    for packed pages, 0 bytes if there is none.
     """
 
     instance_id: Identity
@@ -128,6 +129,7 @@ class PeerExtension(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     draft_fingerprint: Word = ""
     num_top_logprobs: Count = 0
     hidden_nbytes: Count = 0
+    kv_memory: Literal["dram", "vram"] = "dram"
     staging_address: Address = 0
     staging_nbytes: Annotated[int, Meta(ge=0, le=MAX_ADDRESS)] = 0
 

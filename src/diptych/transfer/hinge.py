@@ -59,12 +59,12 @@ class Hinge:
 
     def tick(self, now: float, wall_clock: float) -> None:
         """Take what has arrived, send heartbeats, notice who is lost or late. now: monotonic seconds."""
-        self.receiver.now, self.receiver.wall_clock = now, wall_clock
+        self.keep_time(now, wall_clock)
         for frames in self._network.receive():
             self._take(frames, now)
         self.peers.beat(now)
         for peer in self.peers.newly_lost(now):
-            self._lose(peer, is_dead=False)
+            self._lose(peer, is_dead=self._cannot_have_heard(peer))
         for peer in self.peers.newly_gone(now):
             self._lose(peer, is_dead=True)
         for peer in self.peers.long_silent(now):
@@ -73,6 +73,11 @@ class Hinge:
                 self._lose(peer, is_dead=True)
         self.sender.expire(now)
         self.receiver.expire()
+
+    def keep_time(self, now: float, wall_clock: float) -> None:
+        """What time it is, before events are given."""
+        self.receiver.now, self.receiver.wall_clock = now, wall_clock
+        self.sender.now = self.peers.complaints.now = now
 
     def on_event(self, event: TransferEvent) -> None:
         """What the mover says. Raises TransferError if it has broken: the engine cannot go on as a peer."""
@@ -114,14 +119,14 @@ class Hinge:
         if peer is None:
             self.foreign_frames["instance"] += 1
             return
+        if isinstance(message, Heartbeat):
+            self.peers.confirmed(peer, message)
         if self.peers.heard(peer, now):
             self.receiver.welcome_back(peer)
         self._act(peer, message)
 
     def _act(self, peer: Peer, message: object) -> None:
         match message:
-            case Heartbeat(sequence=sequence):
-                peer.num_seen = sequence
             case Cancel(room=room, generation=generation):
                 self.sender.cancel_room(peer, room, generation)
             case Joined(room=room, generation=generation):
@@ -134,6 +139,13 @@ class Hinge:
                 self.receiver.on_quiesced(room, generation)
             case Leaving():
                 peer.is_leaving = True
+
+    def _cannot_have_heard(self, peer: Peer) -> bool:
+        """Whether nothing of what we asked has reached the peer: then it is as good as dead, for it will never write.
+
+        That is so where it has a different cluster key, or was frozen before we met: no connection to it ever opened.
+        """
+        return not peer.has_answered and self._network.withdraw(peer.address)
 
     def _lose(self, peer: Peer, *, is_dead: bool) -> None:
         self.sender.lose(peer, is_dead=is_dead)

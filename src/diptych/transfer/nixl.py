@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -256,25 +256,12 @@ class NixlBackend:
         if state == "DONE":
             if write.tcp_nbytes is not None:
                 found = carrier(write.kind, write.nbytes, tcp_bytes_sent() - write.tcp_nbytes)
-                self._learn_transport(write, found)
+                self._transports.setdefault(write.peer, found)
             self._end(number, None)
         elif state != "PROC":
             self._end(
                 number, TransferError(f"NIXL reports {state} for a write of {write.nbytes} bytes to {write.peer}")
             )
-
-    def _learn_transport(self, write: _Write, transport: str) -> None:
-        if write.peer in self._transports:
-            return
-        self._transports[write.peer] = transport
-        if transport == "tcp" and write.kind is MemoryKind.VRAM:
-            logger.warning(
-                "GPU memory goes to peer %s over TCP, hundreds of times slower than cuda_ipc or RDMA. Do both processes"
-                " see the same GPUs, is a UCX_* variable set, is the KV pool made of expandable segments?",
-                write.peer,
-            )
-        else:
-            logger.info("peer %s: %s memory goes over %s", write.peer, write.kind, transport)
 
     def _end(self, number: int, error: TransferError | None) -> None:
         """Report a write once, and release its handle once."""
@@ -309,13 +296,21 @@ def meet(metadata: bytes) -> None:
 
 
 def serve_probe() -> None:
-    """The child process of `MetadataProbe`: loads metadata and forgets them, for as long as that does not kill it."""
-    backend = NixlBackend(f"diptych-probe-{uuid.uuid4()}")
+    """The child process of `MetadataProbe`: an agent for each peer's metadata, for as long as that does not kill it.
 
-    def load(metadata: bytes) -> None:
-        backend.remove_peer(backend.add_peer(metadata))
+    UCX logs how it reaches a peer only if no earlier one of the same agent was reached in the same way.
+    """
 
-    serve(load)
+    def prepare() -> Callable[[bytes], None]:
+        backend = NixlBackend(f"diptych-probe-{uuid.uuid4()}")
+
+        def load(metadata: bytes) -> None:
+            backend.add_peer(metadata)
+            backend.close()
+
+        return load
+
+    serve(prepare)
 
 
 def _load() -> ModuleType:

@@ -12,6 +12,7 @@ from diptych.kv.cache import SequencePages
 from diptych.transfer.destination import Destination
 from diptych.transfer.handoff import Handoff
 from diptych.transfer.peers import Peer
+from diptych.transfer.stages import Stages
 from diptych.transfer.state import Transfer
 from diptych.transfer.wire import TransferInfo
 
@@ -48,6 +49,7 @@ class Outgoing:
 
     transfer: Transfer
     deadline: float
+    stages: Stages
     request_id: str | None = None
     generation: int = 0
     readers: dict[str, Reader] = field(default_factory=dict)

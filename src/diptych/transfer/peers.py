@@ -1,8 +1,9 @@
 """The engines we deal with: who is alive, by heartbeats, and who is dead, by proof.
 
-Silence makes a peer LOST: nothing new goes there, and its transfers are given up, but it may only be frozen, so pages
-that it may still write stay in quarantine. Proof of death (its port is refused, or another instance answers there)
-makes it GONE. Knows no rooms; a base peer, which has no heartbeat, is never listed here.
+Silence makes a peer LOST, and so does deafness: that it speaks, but confirms none of our heartbeats. Nothing new goes
+there, and its transfers are given up, but it may only be frozen, so pages that it may still write stay in quarantine.
+Proof of death (its port is refused, or another instance answers there) makes it GONE. Knows no rooms; a base peer has
+no heartbeat and is never listed here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from diptych.transfer.complaints import Complaints
 from diptych.transfer.control import ControlMessage, Heartbeat, Hello, encode_control
 from diptych.transfer.extension import PeerExtension
 from diptych.transfer.ports import HingeLimits, Network
@@ -30,24 +32,27 @@ class PeerState(enum.Enum):
 
     MEETING = "we have written to it, it has not answered yet"
     HEALTHY = "it is heard from"
-    LOST = "silent for too long; it may come back"
+    LOST = "silent, or deaf to us, for too long; it may come back"
     GONE = "dead, or replaced by another instance"
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One instance of an engine at one address. refusal: why no KV moves, if so. nonce: of the last Hello sent for
-    it.
+    """One instance of an engine at one address. last_heard: when it was met, until it has answered once. refusal: why
+    no KV moves, if so. num_sent: heartbeats to it; num_confirmed: those that it has said to have seen; num_seen: the
+    last one from it. nonce: of the last Hello sent for it.
     """
 
     address: str
     instance_id: str
     last_heard: float
     state: PeerState = PeerState.MEETING
+    has_answered: bool = False
     identity: PeerExtension | None = None
     refusal: str = ""
     is_leaving: bool = False
     num_sent: int = 0
+    num_confirmed: int = 0
     num_seen: int = 0
     next_beat: float = 0.0
     next_probe: float = 0.0
@@ -61,10 +66,11 @@ class Peer:
 
 class PeerBook:
     """Peers by instance id. Several may be known at one address; evidence, not order of arrival, says which are
-    dead.
+    dead. complaints: what is to be said of them.
     """
 
     def __init__(self, network: Network, identity: PeerExtension, limits: HingeLimits) -> None:
+        self.complaints = Complaints(logger)
         self._network = network
         self._identity = identity
         self._limits = limits
@@ -87,7 +93,7 @@ class PeerBook:
         peer = self._by_instance.get(instance_id)
         if peer is None:
             if len(self._by_instance) >= MAX_PEERS:
-                logger.warning("peer %s (%s) is not met: %d are known already", address, instance_id, MAX_PEERS)
+                self.complaints.say("too many", address, f"peer {address} is not met: {MAX_PEERS} are known already")
                 return Peer(address, instance_id, now, PeerState.GONE)
             peer = self._by_instance[instance_id] = Peer(address, instance_id, now)
         return peer
@@ -99,18 +105,35 @@ class PeerBook:
                 self.bury(peer)
 
     def heard(self, peer: Peer, now: float) -> bool:
-        """Note a sign of life; whether it had been taken for lost."""
+        """Note a sign of life; whether it had been taken for lost, and is back."""
+        if not peer.has_answered:
+            peer.num_confirmed, peer.has_answered = peer.num_sent, True
+        peer.last_heard = now
         was_lost = peer.state is PeerState.LOST
+        if was_lost and self._is_deaf(peer):
+            return False
         if was_lost:
             logger.info("peer %s (%s) is back", peer.address, peer.instance_id)
-        peer.last_heard, peer.state = now, PeerState.HEALTHY
+        peer.state = PeerState.HEALTHY
         return was_lost
+
+    def confirmed(self, peer: Peer, heartbeat: Heartbeat) -> None:
+        """A peer says which of our heartbeats it has seen; before `heard`."""
+        peer.num_seen = heartbeat.sequence
+        peer.num_confirmed = min(max(peer.num_confirmed, heartbeat.seen), peer.num_sent)
+
+    def _is_deaf(self, peer: Peer) -> bool:
+        """Whether too many of our heartbeats are unconfirmed. Counted, not timed: while we are frozen we send none."""
+        limit = self._limits.heartbeat_timeout / self._limits.heartbeat_interval
+        return peer.has_answered and peer.num_sent - peer.num_confirmed > limit
 
     def bury(self, peer: Peer) -> None:
         """It is dead; it will be among the next `newly_gone`."""
         if peer.state is PeerState.GONE:
             return
-        logger.info("peer %s (%s) is gone", peer.address, peer.instance_id)
+        self.complaints.say(
+            "gone", peer.address, f"peer {peer.address} ({peer.instance_id}) is gone", level=logging.INFO
+        )
         peer.state = PeerState.GONE
         del self._by_instance[peer.instance_id]
         self._gone.append(peer)
@@ -122,7 +145,7 @@ class PeerBook:
 
     def forget(self, peer: Peer) -> None:
         """Strike a peer off without proof of its death; nothing may depend on it."""
-        logger.info("peer %s (%s) is forgotten", peer.address, peer.instance_id)
+        logger.debug("peer %s (%s) is forgotten", peer.address, peer.instance_id)
         peer.state = PeerState.GONE
         del self._by_instance[peer.instance_id]
         if all(other.address != peer.address for other in self):
@@ -145,13 +168,14 @@ class PeerBook:
                 self.send(peer, Heartbeat(sequence=peer.num_sent, seen=peer.num_seen))
 
     def newly_lost(self, now: float) -> list[Peer]:
-        """Peers that have just been silent for too long."""
+        """Peers that have just been silent, or deaf, for too long."""
         lost = []
         for peer in self:
-            if peer.state is not PeerState.LOST and now - peer.last_heard > self._limits.heartbeat_timeout:
-                logger.warning(
-                    "peer %s (%s) is silent for %.1f s", peer.address, peer.instance_id, now - peer.last_heard
-                )
+            silence_s = now - peer.last_heard
+            is_silent = silence_s > self._limits.heartbeat_timeout
+            if peer.state is not PeerState.LOST and (is_silent or self._is_deaf(peer)):
+                what = f"is silent for {silence_s:.1f} s" if is_silent else "does not hear us"
+                self.complaints.say("lost", peer.address, f"peer {peer.address} ({peer.instance_id}) {what}")
                 peer.state = PeerState.LOST
                 lost.append(peer)
         return lost

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from diptych.kv.layout import KVLayout
+from diptych.transfer.backend import HOST, MemorySpace
 from diptych.transfer.extension import PeerExtension
 from diptych.transfer.handoff import HandoffLayout, HandoffRows, HandoffSlots
 from diptych.transfer.plan import Descriptors
@@ -32,6 +33,12 @@ class Network(Protocol):
         """Whether the host answers that nobody listens there: the process that did is dead."""
         ...
 
+    def withdraw(self, address: str) -> bool:
+        """Take back what was sent there and has not left; whether it is certain that nothing ever has. May take a
+        moment.
+        """
+        ...
+
     def forget(self, address: str) -> None:
         """Close the connection; what was not sent is dropped."""
         ...
@@ -48,7 +55,16 @@ class Mover(Protocol):
         """Forget a peer: WriteFailed for each unfinished write follows."""
         ...
 
-    def write(self, write_id: int, peer: str, *, descriptors: Descriptors, notification: bytes) -> None:
+    def write(
+        self,
+        write_id: int,
+        peer: str,
+        *,
+        descriptors: Descriptors,
+        notification: bytes,
+        source: MemorySpace = HOST,
+        destination: MemorySpace = HOST,
+    ) -> None:
         """Copy and notify: WriteDone or WriteFailed with this id follows."""
         ...
 
@@ -59,7 +75,8 @@ class Mover(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What this rank is and has. kv_base: address of the pool. handoff_*: its rows, shared by both directions.
+    """What this rank is and has. kv_base: address of the pool, in kv_space. handoff_*: its rows, shared by both
+    directions.
 
     endpoint: host at which peers reach our control socket, at `port`.
     """
@@ -71,6 +88,7 @@ class Site:
     agent_metadata: bytes
     layout: KVLayout
     kv_base: int
+    kv_space: MemorySpace
     handoff_layout: HandoffLayout
     handoff_base: int
     handoff_rows: HandoffRows

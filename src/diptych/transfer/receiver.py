@@ -28,6 +28,7 @@ from diptych.transfer.landing import Landing
 from diptych.transfer.peers import Peer, PeerBook
 from diptych.transfer.ports import HingeLimits, Mover, Network, Site
 from diptych.transfer.rooms import RoomTable
+from diptych.transfer.stages import Stage, Stages
 from diptych.transfer.state import Event, Transfer
 from diptych.transfer.wire import (
     Registration,
@@ -44,6 +45,9 @@ logger = logging.getLogger(__name__)
 FIRST_NUDGE_S = 1.0
 NUDGE_S = 5.0
 QUIESCED_GRACE_S = 1.0
+# Seconds for which requests wait for a peer's first answer; then they are computed here. Until it answers it fills one
+# room alone: what it may still write, if it never does, are the pages of one prompt.
+FIRST_ANSWER_S = 0.25
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +56,7 @@ class Incoming:
 
     info: repeated until the peer has answered, and now and then afterwards. is_joined: it has. is_quiesced: it says
     that no more comes. kept_pages: in quarantine, once the sequence went on without them. is_told: the scheduler has
-    been given the first token; is_settled: it has been told how the transfer ended.
+    been given the first token.
     """
 
     transfer: Transfer
@@ -64,11 +68,11 @@ class Incoming:
     info: list[bytes]
     deadline: float
     next_nudge: float
+    stages: Stages
     is_joined: bool = False
     is_quiesced: bool = False
     kept_pages: list[int] = field(default_factory=list)
     is_told: bool = False
-    is_settled: bool = False
 
     @property
     def room(self) -> int:
@@ -106,9 +110,13 @@ class Receiver:
 
     # ------------------------------------------------------------------ PrefillSource
 
+    def wants(self, sequence: Sequence) -> bool:
+        is_taken = isinstance(sequence.request.handoff, TakeFrom)
+        return is_taken and sequence not in self._tried and not sequence.num_output_tokens
+
     def begin(self, sequence: Sequence, pages: SequencePages) -> Begin:
         handoff = sequence.request.handoff
-        if not isinstance(handoff, TakeFrom) or sequence in self._tried or sequence.num_output_tokens:
+        if not isinstance(handoff, TakeFrom) or not self.wants(sequence):
             return Begin.HERE
         num_cached = pages.num_leased * self._site.layout.page_size
         num_to_compute = sequence.num_prompt_tokens - num_cached
@@ -121,6 +129,9 @@ class Receiver:
                 return Begin.HERE
             self._fail_unbegun(sequence, peer)
             return Begin.ELSEWHERE
+        if not peer.has_answered and self.rooms_of(peer):
+            is_late = self.now - peer.last_heard >= FIRST_ANSWER_S
+            return Begin.HERE if is_late and self._limits.allow_local_prefill else Begin.LATER
         slot = self._site.handoff_slots.allocate() if self.rooms.num_free else None
         if slot is None:
             # Rooms that drain may hold theirs for long; then it is not worth waiting.
@@ -162,6 +173,7 @@ class Receiver:
             info=self._transfer_info(room, destination, slot, extension),
             deadline=self.now + self._limits.transfer_timeout,
             next_nudge=self.now + FIRST_NUDGE_S,
+            stages=Stages(self.now, queue_s=self.wall_clock - sequence.request.arrival_time),
         )
         try:
             self.rooms.open(room, incoming)
@@ -199,7 +211,7 @@ class Receiver:
             agent_metadata=self._site.agent_metadata,
             kv_addresses=(self._site.kv_base,),
             aux_addresses=self._site.handoff_layout.addresses(self._site.handoff_base),
-            gpu_id=0,
+            gpu_id=self._site.kv_space.device,
             extension=self._site.identity,
         )
         self._network.send(peer.address, encode_registration(message))
@@ -224,6 +236,7 @@ class Receiver:
         if incoming is not None and incoming.transfer.is_live:
             incoming.transfer.on(Event.CANCELLED)
             self._send_cancel(incoming)
+            self._let_go(incoming, None)
 
     # ------------------------------------------------------------------ what peers say
 
@@ -236,7 +249,8 @@ class Receiver:
             return
         peer.identity, peer.refusal = identity, message.refusal
         if message.refusal:
-            logger.error("prefill engine %s refuses us: %s", peer.address, message.refusal)
+            text = f"prefill engine {peer.address} refuses us: {message.refusal}"
+            self._peers.complaints.say("refusal", peer.address, text, level=logging.ERROR)
             for incoming in self.rooms_of(peer):
                 self._fail(incoming, Event.REJECTED, PeerIncompatible(message.refusal))
 
@@ -262,6 +276,7 @@ class Receiver:
         incoming = self._current(room, generation)
         if incoming is not None:
             incoming.is_joined = True
+            incoming.stages.reach(Stage.MET, self.now)
             incoming.next_nudge = self.now + NUDGE_S
 
     def on_quiesced(self, room: int, generation: int) -> None:
@@ -286,10 +301,11 @@ class Receiver:
             incoming.landing.add(notification)
         except ForeignFrame as error:
             self.num_foreign_notifications += 1
-            logger.warning("dropped a notification: %s", error)
+            self._peers.complaints.say("notification", "", f"dropped a notification: {error}")
             return
         if incoming.transfer.expects(Event.STARTED):
             incoming.transfer.on(Event.STARTED)
+            incoming.stages.reach(Stage.FIRST_WRITE, self.now)
         if incoming.landing.is_complete:
             self._land(incoming)
 
@@ -300,7 +316,6 @@ class Receiver:
             incoming.transfer.on(Event.LANDED)
             self.num_done += 1
             self._news.append(Landed(incoming.sequence))
-            incoming.is_settled = True
             self._tried.add(incoming.sequence)
             del self._by_sequence[incoming.sequence]
         else:
@@ -324,6 +339,7 @@ class Receiver:
     ) -> None:
         if not incoming.is_told:
             incoming.is_told = True
+            incoming.stages.reach(Stage.FIRST_TOKEN, self.now)
             row = RowOutput([token_id], logprobs, prompt_logprobs)
             self._news.append(FirstTokenNews(incoming.sequence, row, num_cached_tokens))
 
@@ -356,10 +372,10 @@ class Receiver:
 
     def _nudge(self, incoming: Incoming) -> None:
         """Say again what we want: the peer may not have heard it, or its answer was lost."""
-        incoming.next_nudge = self.now + (NUDGE_S if incoming.is_joined else FIRST_NUDGE_S)
         if not incoming.transfer.is_live:
             self._send_cancel(incoming)
             return
+        incoming.next_nudge = self.now + (NUDGE_S if incoming.is_joined else FIRST_NUDGE_S)
         if not incoming.is_joined:
             self._register_with(incoming.peer)
         self._network.send(incoming.peer.address, incoming.info)
@@ -379,18 +395,17 @@ class Receiver:
         self.failures[event.name] += 1
         logger.warning("room %d: %s", incoming.room, error, extra={"request_id": incoming.sequence.request_id})
         if incoming.transfer.owns_pages:
-            incoming.next_nudge = self.now + FIRST_NUDGE_S
             self._send_cancel(incoming)
-        self._go_on(incoming, error)
+        # The prompt is computed here, unless the request itself was at fault.
+        is_final = isinstance(error, RequestError) or not self._limits.allow_local_prefill
+        self._let_go(incoming, error if is_final else None)
         self._settle(incoming)
 
-    def _go_on(self, incoming: Incoming, error: DiptychError) -> None:
-        """Hand the sequence back: its prompt is computed here, unless the request itself was at fault."""
-        is_final = isinstance(error, RequestError) or not self._limits.allow_local_prefill
+    def _let_go(self, incoming: Incoming, error: DiptychError | None) -> None:
+        """Hand the sequence back at once; pages in which a write may still land stay here."""
         self._tried.add(incoming.sequence)
-        incoming.is_settled = True
         keeps_pages = incoming.transfer.owns_pages
-        self._news.append(GaveUp(incoming.sequence, error if is_final else None, keeps_pages=keeps_pages))
+        self._news.append(GaveUp(incoming.sequence, error, keeps_pages=keeps_pages))
         if not keeps_pages:  # else `keep` will ask for it
             del self._by_sequence[incoming.sequence]
 
@@ -399,17 +414,17 @@ class Receiver:
         if incoming.transfer.owns_pages or self.rooms.peek(incoming.room) is not incoming:
             return
         self.rooms.close(incoming.room)
+        cause = incoming.transfer.cause
+        line = incoming.stages.line(incoming.room, "done" if cause is None else cause.name.lower(), self.now)
+        logger.info("taken over: %s", line, extra={"request_id": incoming.sequence.request_id})
         self._site.handoff_slots.free(incoming.handoff_slot)
         self._freed += incoming.kept_pages
         incoming.kept_pages = []
-        if not incoming.is_settled:  # cancelled: the scheduler waits for its pages
-            incoming.is_settled = True
-            self._news.append(GaveUp(incoming.sequence))
-            del self._by_sequence[incoming.sequence]
         if not len(self.rooms):
             self._mover.expect(False)
 
     def _send_cancel(self, incoming: Incoming) -> None:
+        incoming.next_nudge = self.now + FIRST_NUDGE_S
         self._peers.send(incoming.peer, Cancel(incoming.room, incoming.generation))
 
     def rooms_of(self, peer: Peer) -> list[Incoming]:

@@ -27,6 +27,7 @@ from diptych.errors import (
 from diptych.kv.cache import SequencePages
 from diptych.scheduler.ports import Dropped, Sent, SinkNews
 from diptych.transfer.agent import PeerAdded, PeerRefused, WriteDone, WriteFailed
+from diptych.transfer.backend import HOST, MemorySpace
 from diptych.transfer.control import ControlMessage, Failed, FirstToken, HelloReply, Joined, Quiesced
 from diptych.transfer.destination import Destination, destination_of
 from diptych.transfer.extension import PeerExtension, RoomExtension
@@ -36,6 +37,7 @@ from diptych.transfer.peers import Peer, PeerBook, PeerState
 from diptych.transfer.plan import Descriptors, plan
 from diptych.transfer.ports import HingeLimits, Mover, Site
 from diptych.transfer.rooms import RoomTable
+from diptych.transfer.stages import Stage, Stages
 from diptych.transfer.state import Event, Transfer
 from diptych.transfer.wire import AuxLanded, ChunkLanded, Registration, TransferInfo, encode_notification
 
@@ -46,12 +48,14 @@ class Sender:
     """Rooms that this engine fills.
 
     Args: site: this rank. peers: shared with the receiver. mover: moves the bytes. limits: bounds and times.
+    now: seconds; the hinge sets it before anything else is called.
     """
 
     def __init__(self, site: Site, peers: PeerBook, *, mover: Mover, limits: HingeLimits) -> None:
         self.rooms: RoomTable[Outgoing] = RoomTable(limits.max_rooms, max_tombstones=4 * limits.max_rooms)
         self.failures: Counter[str] = Counter()
         self.num_done = 0
+        self.now = 0.0
         self._site = site
         self._peers = peers
         self._mover = mover
@@ -84,7 +88,9 @@ class Sender:
                 message, self._site.identity, layout=self._site.layout, handoff=self._site.handoff_layout
             )
         except PeerIncompatible as error:
-            logger.error("decode rank %s:%d is refused: %s", message.endpoint, message.port, error)
+            address = f"{message.endpoint}:{message.port}"
+            text = f"decode rank {address} is refused: {error}"
+            self._peers.complaints.say("refused", address, text, level=logging.ERROR)
             self._reply(peer, str(error))
             return
         if message.agent_name not in self._registered:  # ours repeat themselves until they are answered
@@ -101,7 +107,8 @@ class Sender:
         registered = self._registered.get(info.agent_name)
         if registered is None:
             # We may have restarted. Ours repeats registration and transfer info until it hears from us.
-            logger.warning("room %d: %s asks without having registered", info.room, info.agent_name)
+            text = f"room {info.room}: {info.agent_name} asks without having registered"
+            self._peers.complaints.say("unregistered", f"{info.endpoint}:{info.port}", text)
             return
         if isinstance(info.extension, RoomExtension) and info.extension.to_instance not in ("", self._site.instance_id):
             self._reply(registered.peer, "")  # it was meant for whoever was here before us
@@ -112,7 +119,8 @@ class Sender:
         try:
             outgoing = self.rooms.peek(info.room) or self.rooms.open(info.room, self._new_room(info.room, now))
         except DiptychError as error:
-            logger.warning("room %d is refused: %s", info.room, error)
+            text = f"room {info.room} is refused: {error}"
+            self._peers.complaints.say("room", f"{info.endpoint}:{info.port}", text)
             self._answer(registered, _failed(info.room, _generation(info), error, has_posted=False))
             return
         self._answer(registered, Joined(info.room, _generation(info)))
@@ -134,7 +142,7 @@ class Sender:
             self._peers.send(registered.peer, message)
 
     def _new_room(self, room: int, now: float) -> Outgoing:
-        return Outgoing(Transfer(room), now + self._limits.room_timeout)
+        return Outgoing(Transfer(room), now + self._limits.room_timeout, Stages(now))
 
     def _order(self, outgoing: Outgoing, extension: RoomExtension, now: float) -> None:
         """Decode drives: the prompt came along, and becomes a request of this engine."""
@@ -148,6 +156,8 @@ class Sender:
     def _give_time(self, outgoing: Outgoing, now: float) -> None:
         """A side that waits alone gets less than two that have met."""
         has_met = outgoing.request_id is not None and outgoing.is_joined
+        if has_met:
+            outgoing.stages.reach(Stage.MET, now)
         outgoing.deadline = now + (self._limits.transfer_timeout if has_met else self._limits.room_timeout)
 
     def take_requests(self) -> list[Request]:
@@ -203,7 +213,9 @@ class Sender:
         outgoing = self._of(sequence)
         if outgoing is not None:
             outgoing.sequence, outgoing.pages = sequence, pages
-            self._advance(outgoing)
+            # After the prompt's last chunk `sampled` follows at once: the first token leaves before its pages do.
+            if sequence.num_confirmed_tokens < sequence.num_prompt_tokens:
+                self._advance(outgoing)
 
     def sampled(self, sequence: Sequence, row: RowOutput) -> None:
         outgoing = self._of(sequence)
@@ -212,6 +224,7 @@ class Sender:
             self._news.append(Sent(sequence, TransferRejected("the room was given up")))
             return
         outgoing.is_sending = True
+        outgoing.stages.reach(Stage.FIRST_TOKEN, self.now)
         outgoing.handoff = Handoff(
             token_id=row.token_ids[0],
             num_cached_tokens=sequence.num_cached_tokens,
@@ -312,7 +325,14 @@ class Sender:
         name = ChunkLanded(outgoing.transfer.room, reader.next_chunk, is_last, self._writer(destination))
         reader.num_sent_tokens = tokens.stop
         reader.next_chunk += 1
-        self._post(outgoing, reader, descriptors, encode_notification(name))
+        self._post(
+            outgoing,
+            reader,
+            descriptors,
+            notification=encode_notification(name),
+            source=self._site.kv_space,
+            destination=destination.kv_space,
+        )
 
     def _post_handoff(self, outgoing: Outgoing, reader: Reader) -> None:
         destination = reader.registered.destination
@@ -326,18 +346,35 @@ class Sender:
             dst_slot=reader.info.aux_slot,
         )
         name = AuxLanded(outgoing.transfer.room, self._writer(destination))
-        self._post(outgoing, reader, descriptors, encode_notification(name))
+        self._post(outgoing, reader, descriptors, notification=encode_notification(name))
 
     def _writer(self, destination: Destination) -> int | None:
         return None if destination.is_base else self._site.identity.rank
 
-    def _post(self, outgoing: Outgoing, reader: Reader, descriptors: Descriptors, notification: bytes) -> None:
+    def _post(
+        self,
+        outgoing: Outgoing,
+        reader: Reader,
+        descriptors: Descriptors,
+        *,
+        notification: bytes,
+        source: MemorySpace = HOST,
+        destination: MemorySpace = HOST,
+    ) -> None:
         write_id = next(self._write_ids)
+        outgoing.stages.reach(Stage.FIRST_WRITE, self.now)
         outgoing.write_ids.add(write_id)
         self._room_of_write[write_id] = outgoing
         if outgoing.transfer.expects(Event.STARTED):
             outgoing.transfer.on(Event.STARTED)
-        self._mover.write(write_id, reader.registered.agent_name, descriptors=descriptors, notification=notification)
+        self._mover.write(
+            write_id,
+            reader.registered.agent_name,
+            descriptors=descriptors,
+            notification=notification,
+            source=source,
+            destination=destination,
+        )
 
     def on_event(self, event: PeerAdded | PeerRefused | WriteDone | WriteFailed) -> None:
         """What the mover says."""
@@ -347,6 +384,8 @@ class Sender:
             case PeerRefused(key=key, error=error):
                 self._part(key, error)
             case WriteDone(write_id=write_id):
+                stages = self._room_of_write[write_id].stages
+                stages.add_write(event.nbytes, event.num_descriptors, event.seconds)
                 self._end_write(write_id, None)
             case WriteFailed(write_id=write_id, error=error):
                 self._end_write(write_id, error)
@@ -364,7 +403,9 @@ class Sender:
         if registered is None:
             return
         # No refusal of the peer for good: it registers anew for its next room, and what was in the way may have passed.
-        logger.error("decode agent %s cannot be met: %s", agent_name, error)
+        address = "" if registered.peer is None else registered.peer.address
+        text = f"decode agent {agent_name} cannot be met: {error}"
+        self._peers.complaints.say("unmet", address, text, level=logging.ERROR)
         for _, outgoing in self.rooms:
             if agent_name in outgoing.readers:
                 self._give_up(outgoing, Event.ERRORED, error)
@@ -423,6 +464,9 @@ class Sender:
         for reader in outgoing.readers.values():
             self._answer(reader.registered, Quiesced(transfer.room, outgoing.generation))
         self.rooms.close(transfer.room)
+        outcome = "done" if transfer.cause is None else transfer.cause.name.lower()
+        line = outgoing.stages.line(transfer.room, outcome, self.now)
+        logger.info("handed over: %s", line, extra={"request_id": outgoing.request_id})
         if outgoing.handoff_slot is not None:
             self._site.handoff_slots.free(outgoing.handoff_slot)
             self._retry_waiting()

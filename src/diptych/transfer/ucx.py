@@ -7,6 +7,7 @@ when a process that may log meets the peer. Linux only. Knows no pages and no re
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import socket
@@ -17,17 +18,27 @@ from pathlib import Path
 
 from diptych.transfer.backend import MemoryKind
 
-# Offset of tcpi_bytes_acked in struct tcp_info (linux/tcp.h, since 4.1), an unsigned 64-bit integer.
+# Offsets of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info (linux/tcp.h, since 4.1), unsigned 64-bit.
 _BYTES_ACKED = slice(120, 128)
+_BYTES_RECEIVED = slice(128, 136)
 _FDS = "/proc/self/fd"
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _LANES = re.compile(r"UCX\s+INFO\s+.*\bcfg#\d+\s+(?P<lanes>.*)")
+# How `env` has UCX log the endpoints that it configures.
+LOG_TO_STDERR = ("UCX_LOG_LEVEL=info", "UCX_LOG_FILE=/dev/stderr")
+_SHARED_MEMORY = frozenset({"cma", "knem", "xpmem", "sysv", "posix"})
+_RDMA = re.compile(r"rc_|dc_|ud_|srd|gga_")
 _PROBE = "import sys; from diptych.transfer.nixl import meet; meet(sys.stdin.buffer.read())"
 
 
 def tcp_bytes_sent() -> int:
     """Bytes that the TCP connections open in this process have sent and had acknowledged."""
-    return sum(_bytes_acked(connection) for connection in _tcp_sockets())
+    return sum(_counted(connection, _BYTES_ACKED) for connection in _tcp_sockets())
+
+
+def tcp_bytes_received() -> int:
+    """Bytes that the TCP connections open in this process have received."""
+    return sum(_counted(connection, _BYTES_RECEIVED) for connection in _tcp_sockets())
 
 
 def carrier(kind: MemoryKind, nbytes: int, tcp_nbytes: int) -> str:
@@ -42,17 +53,33 @@ def carrier(kind: MemoryKind, nbytes: int, tcp_nbytes: int) -> str:
     return f"{local} or rdma" if has_rdma else local
 
 
+def carrier_of(kind: MemoryKind, lanes: frozenset[str]) -> str:
+    """What will carry memory of a kind over these transports: "cuda_ipc", "shm", "rdma" or "tcp"; or "unknown"."""
+    if kind is MemoryKind.VRAM and "cuda_ipc" in lanes:
+        return "cuda_ipc"
+    if kind is MemoryKind.DRAM and lanes & _SHARED_MEMORY:
+        return "shm"
+    if any(_RDMA.match(lane) for lane in lanes):
+        return "rdma"
+    return "tcp" if "tcp" in lanes else "unknown"
+
+
+def flush_log() -> None:
+    """Hand over what UCX has logged in this process: it writes to a buffered file."""
+    ctypes.CDLL(None).fflush(None)
+
+
 def lanes_to(metadata: bytes, *, timeout_s: float = 30.0) -> frozenset[str]:
     """Transports that UCX would use between this host and the agent of `metadata`, e.g. {"cma", "tcp"}.
 
     Asks a process of its own, which may log and whose UCX is not the engine's: about a second. Empty if that fails.
     """
-    command = ["env", "UCX_LOG_LEVEL=info", "UCX_LOG_FILE=/dev/stdout", sys.executable, "-c", _PROBE]
+    command = ["env", *LOG_TO_STDERR, sys.executable, "-c", _PROBE]
     try:
         done = subprocess.run(command, input=metadata, capture_output=True, timeout=timeout_s, check=True)
     except (subprocess.SubprocessError, OSError):
         return frozenset()
-    return parse_lanes(done.stdout.decode(errors="replace"))
+    return parse_lanes(done.stderr.decode(errors="replace"))
 
 
 def parse_lanes(log: str) -> frozenset[str]:
@@ -81,9 +108,9 @@ def _tcp_sockets() -> Iterator[socket.socket]:
             continue  # closed meanwhile by whoever owns it
 
 
-def _bytes_acked(connection: socket.socket) -> int:
+def _counted(connection: socket.socket, counter: slice) -> int:
     try:
-        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.stop)
+        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.stop)
     except OSError:
         return 0
-    return int.from_bytes(information[_BYTES_ACKED], sys.byteorder)
+    return int.from_bytes(information[counter], sys.byteorder)

@@ -16,6 +16,8 @@ from diptych.resolve import parse_size
 logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_POOL_NBYTES_CPU = 4 * 2**30
+CUDA_CONTEXT_NBYTES = 768 << 20  # the driver's own part of a process: code, stacks, cuBLAS
+DEFAULT_MEM_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 
 
 def free_nbytes(device: torch.device) -> int:
@@ -39,12 +41,13 @@ def _cgroup_limit() -> int | None:
     return None
 
 
-def num_pool_pages(config: CacheConfig, layout: KVLayout, device: torch.device) -> int:
-    """Pages of the KV pool: `kv_cache_memory` if set, else a share of free memory (at most 4 GiB on a CPU).
+def num_pool_pages(config: CacheConfig, layout: KVLayout, device: torch.device, *, step_nbytes: int = 0) -> int:
+    """Pages of the KV pool: `kv_cache_memory` if set, else what `mem_fraction` allows (at most 4 GiB on a CPU).
 
+    Args: step_nbytes: what the largest step takes besides.
     Raises: ConfigError if not even two pages fit, or if more is asked for than is free.
     """
-    free = free_nbytes(device)
+    free = max(0, free_nbytes(device) - step_nbytes)
     if config.kv_cache_memory is not None:
         nbytes = parse_size(config.kv_cache_memory, name="kv_cache_memory")
         if nbytes > free:
@@ -53,17 +56,27 @@ def num_pool_pages(config: CacheConfig, layout: KVLayout, device: torch.device) 
                 " ask for less"
             )
     else:
-        nbytes = int(free * config.mem_fraction)
+        share = (config.mem_fraction or DEFAULT_MEM_FRACTION[device.type]) / config.mem_sharers
         if device.type == "cpu":
-            nbytes = min(nbytes, MAX_DEFAULT_POOL_NBYTES_CPU)
+            nbytes = min(int(free * share), MAX_DEFAULT_POOL_NBYTES_CPU)
+        else:
+            nbytes = min(free, _share_of_gpu(device, share) - step_nbytes)
         logger.info("KV pool: %.2f GiB of %.2f GiB free on %s", nbytes / 2**30, free / 2**30, device)
     num_pages = nbytes // layout.page_nbytes
     if num_pages < 2:
         raise ConfigError(
             f"a KV pool of {nbytes} bytes holds {num_pages} pages of {layout.page_nbytes} bytes; at least 2 are needed:"
-            " raise kv_cache_memory or lower page_size"
+            " raise kv_cache_memory or mem_fraction, or lower page_size"
         )
     return num_pages
+
+
+def _share_of_gpu(device: torch.device, share: float) -> int:
+    """What is left of a share of the whole GPU after this process's weights: engines that start together on one GPU
+    must not count on memory that another is about to take, so what is free says nothing.
+    """
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(total * share) - torch.cuda.memory_reserved(device) - CUDA_CONTEXT_NBYTES
 
 
 def resolve_max_model_len(requested: int | None, model_max: int, num_kv_tokens: int) -> int:

@@ -20,7 +20,6 @@ class Occupant:
 
     sampling: SamplingParams
     num_prompt_tokens: int
-    num_tokens: int
     num_pages: int
     max_num_tokens: int
     stop_token_ids: frozenset[int]
@@ -30,13 +29,14 @@ class Occupant:
 class SlotTable:
     """Tokens and pages by slot.
 
-    token_ids: int32 [num_slots, max_model_len + 1]. pages: int32 [num_slots, max pages]. Both are touched lazily, so
-    unused length costs no memory.
+    token_ids: int32 [num_slots, max_model_len + 1]. num_tokens: int64 [num_slots], how many of them are known. pages:
+    int32 [num_slots, max pages]. Tokens and pages are touched lazily, so unused length costs no memory.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, page_size: int) -> None:
         self.page_size = page_size
         self.token_ids = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
+        self.num_tokens = np.zeros(num_slots, dtype=np.int64)
         self.pages = np.zeros((num_slots, -(-max_model_len // page_size)), dtype=np.int32)
         self._occupants: list[Occupant | None] = [None] * num_slots
 
@@ -44,10 +44,10 @@ class SlotTable:
         """Bind a sequence to its slot."""
         num_tokens = len(admission.token_ids)
         self.token_ids[admission.slot, :num_tokens] = admission.token_ids
+        self.num_tokens[admission.slot] = num_tokens
         self._occupants[admission.slot] = Occupant(
             sampling=admission.sampling,
             num_prompt_tokens=admission.num_prompt_tokens,
-            num_tokens=num_tokens,
             num_pages=0,
             max_num_tokens=admission.num_prompt_tokens + admission.max_tokens,
             stop_token_ids=frozenset(admission.eos_token_ids) | frozenset(admission.sampling.stop_token_ids),
@@ -74,9 +74,10 @@ class SlotTable:
     def append_token(self, slot: int, token_id: int) -> None:
         """Remember a sampled token; it is the next step's input, unless it ends the sequence."""
         occupant = self.occupant(slot)
-        self.token_ids[slot, occupant.num_tokens] = token_id
-        occupant.num_tokens += 1
-        num_output_tokens = occupant.num_tokens - occupant.num_prompt_tokens
-        occupant.has_ended = occupant.num_tokens >= occupant.max_num_tokens or (
+        num_tokens = int(self.num_tokens[slot]) + 1
+        self.token_ids[slot, num_tokens - 1] = token_id
+        self.num_tokens[slot] = num_tokens
+        num_output_tokens = num_tokens - occupant.num_prompt_tokens
+        occupant.has_ended = num_tokens >= occupant.max_num_tokens or (
             token_id in occupant.stop_token_ids and num_output_tokens >= occupant.sampling.min_tokens
         )

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from diptych.errors import DiptychError, PeerLost, TransferError
@@ -46,8 +46,10 @@ MAX_WAITING_PEERS = 256
 class Probe(Protocol):
     """Tries metadata before they reach the backend; `diptych.transfer.metadata_probe.MetadataProbe`."""
 
-    def check(self, metadata: bytes) -> None:
-        """Raise PeerIncompatible for what must not reach it; may take a second."""
+    def check(self, metadata: bytes) -> frozenset[str]:
+        """UCX's transports to the peer, if they are known. Raises PeerIncompatible for what must not reach the backend;
+        may take a second.
+        """
         ...
 
     def close(self) -> None:
@@ -59,6 +61,7 @@ class Probe(Protocol):
 class _AddPeer:
     key: str
     metadata: bytes
+    lanes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +230,8 @@ class _Probing:
             try:
                 if self._is_closing:
                     raise PeerLost("this engine is shutting down")
-                self._probe.check(command.metadata)
-                self._commands.put(command)
+                lanes = self._probe.check(command.metadata)
+                self._commands.put(replace(command, lanes=lanes))
             except TransferError as error:
                 self._commands.put(_Refuse(command.key, error))
             except Exception as error:
@@ -289,8 +292,8 @@ class _Loop:
                     source=write.source,
                     destination=write.destination,
                 )
-            case _AddPeer(key=key, metadata=metadata):
-                self._agent.add_peer(key, metadata)
+            case _AddPeer(key=key, metadata=metadata, lanes=lanes):
+                self._agent.add_peer(key, metadata, lanes)
             case _Refuse(key=key, error=error):
                 self._on_event(PeerRefused(key, error))
             case _RemovePeer(peer=peer):

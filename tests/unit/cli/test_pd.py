@@ -72,7 +72,7 @@ def test_every_engine_gets_its_share(monkeypatch):
     for _, role, engine in engines:
         assert (engine.server.host, engine.server.port, engine.server.api_key) == ("127.0.0.1", 0, "k")
         assert engine.transfer.role == role and engine.transfer.disaggregation_bootstrap_port == 0
-        assert engine.model.num_threads == 2 and engine.cache.mem_fraction == pytest.approx(0.5 / 3)
+        assert engine.model.num_threads == 2 and engine.cache.mem_sharers == 3
     router = pd.router_config(config, "random")
     assert (router.host, router.port, router.api_key, router.policy) == ("0.0.0.0", 1234, "k", "random")
 

@@ -14,6 +14,7 @@ FLAGS = [
     "--port",
     "--policy",
     "--local-prefill-tokens",
+    "--learn-local-prefill",
     "--api-key",
     "--admin-api-key",
     "--engine-api-key",

@@ -95,3 +95,34 @@ def test_not_a_number_stays_one(instruction_set: str) -> None:
     out = PackedLinear(random(16, 32))(x)
     assert out[0].isfinite().all()
     assert out[1].isnan().all()
+
+
+@any_shape
+@given(
+    rows=st.integers(1, 70),
+    outputs=st.integers(1, 900),
+    inputs=st.integers(1, 80),
+    is_quantized=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_argmax_is_that_of_the_logits(
+    instruction_set: str, rows: int, outputs: int, inputs: int, is_quantized: bool, seed: int
+) -> None:
+    # Few distinct values: most rows have several largest logits, and the first counts.
+    weight, x = random(outputs, inputs, seed=seed).sign(), random(rows, inputs, seed=seed + 1).sign()
+    layer = PackedLinear(weight, random(outputs).sign(), quantization="int8" if is_quantized else "none")
+    logits, (indices, values) = layer.logits(x), layer.argmax(x)
+    assert indices.tolist() == logits.numpy().argmax(axis=1).tolist()
+    assert torch.equal(values, logits.max(dim=1).values)
+
+
+def test_argmax_of_infinities_and_nan(instruction_set: str) -> None:
+    weight = torch.eye(700, 32).bfloat16()
+    weight[650] = torch.inf
+    x = torch.ones(3, 32).bfloat16()
+    x[1] = -1
+    x[2, 3] = torch.nan
+    indices, values = PackedLinear(weight).argmax(x)
+    assert (indices[0], values[0]) == (650, torch.inf)
+    assert (indices[1], values[1]) == (32, 0)
+    assert values[2].isnan()

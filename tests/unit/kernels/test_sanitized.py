@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FAMILIES = ("attention", "decoder_layer", "linear", "norm", "quantized", "reduce")
+FAMILIES = ("attention", "decoder_layer", "gguf_linear", "linear", "norm", "quantized", "reduce")
 
 
 def preloaded_sanitizer() -> str | None:

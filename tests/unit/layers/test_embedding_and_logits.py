@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from diptych.kernels.linear import Quantization
 from diptych.layers.embedding import Embedding
 from diptych.layers.logits import LogitsHead
 
@@ -45,3 +47,20 @@ def test_logits_are_float32_and_capped() -> None:
     assert logits.dtype == torch.float32
     assert logits.abs().max() <= 2.0
     torch.testing.assert_close(logits, 2.0 * torch.tanh((hidden @ head.weight.T).float() / 2.0))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_likeliest_is_the_argmax_of_the_logits_where_a_kernel_can_tell(quantization: Quantization) -> None:
+    head = LogitsHead(300, 64, dtype=torch.bfloat16, device="cpu")
+    head.weight.copy_(torch.randn(300, 64))
+    hidden = torch.randn(3, 64).bfloat16()
+    assert head.likeliest(hidden) is None
+    head.pack(quantization)
+    if head.packed is None:
+        pytest.skip("there are no kernels here")
+    logits, likeliest = head(hidden), head.likeliest(hidden)
+    assert likeliest is not None
+    assert torch.equal(likeliest[0], logits.argmax(dim=1))
+    assert torch.equal(likeliest[1], logits.amax(dim=1))
+    head.soft_cap = 30.0
+    assert head.likeliest(hidden) is None

@@ -125,4 +125,4 @@ def test_without_prefill_engines_decode_does_both():
     choice = choose(
         round_robin, Draw(), unified=[], decode=[Candidate("d")], prefill=[], num_tokens=5, local_prefill_tokens=0
     )
-    assert choice == Choice("d")
+    assert choice == Choice("d", None, 5)

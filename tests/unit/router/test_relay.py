@@ -365,3 +365,25 @@ async def test_a_body_beyond_the_limit_is_refused(engine_of, route_to):
     async with route_to(engine, max_body_size="1KiB") as router:
         answer = await router.http.post("/generate", content=b"x" * 2000)
     assert (answer.status_code, engine.asked) == (413, [])
+
+
+async def test_it_learns_which_prompts_decode_serves_faster_alone(engine_of, route_to, stream, monkeypatch):
+    monkeypatch.setattr("diptych.router.learning.EXPLORE", 0.45)
+    prefill, decode = await engine_of("prefill"), await engine_of("decode")
+
+    async def slower_as_a_pair(request, body):
+        await asyncio.sleep(0.02 if "bootstrap_host" in body else 0.0)
+        return stream([b"data: {}\n\n", b"data: [DONE]\n\n"], pause_s=0.0)
+
+    decode.script = slower_as_a_pair
+    async with route_to(prefill, decode, learn_local_prefill=True) as router:
+        assert router.state.pool.local_prefill_tokens == 0
+        async with asyncio.timeout(20):
+            while router.state.pool.local_prefill_tokens < 16:
+                await router.http.post("/v1/completions", json={"prompt": [1] * 10, "stream": True})
+        monkeypatch.setattr("diptych.router.learning.EXPLORE", 0.0)
+        decode.asked.clear()
+        await router.http.post("/v1/completions", json={"prompt": [1] * 10, "stream": True})
+        await router.http.post("/v1/completions", json={"prompt": [1] * 5000, "stream": True})
+        assert "diptych_router_local_prefill_tokens 16.0" in (await router.http.get("/metrics")).text
+    assert ["bootstrap_host" in body for body in decode.asked] == [False, True]

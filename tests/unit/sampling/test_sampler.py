@@ -53,6 +53,69 @@ def test_greedy_rows_are_the_argmax_and_leave_the_logits_alone(sampling: Samplin
     assert torch.equal(logits, before)
 
 
+def test_greedy_tokens_found_elsewhere_count_and_must_be_finite() -> None:
+    sampler = make_sampler()
+    for slot in range(2):
+        admit(sampler, slot, SamplingParams(temperature=0))
+    assert sampler.is_greedy([0, 1])
+    rows = sampler.take(torch.tensor([7, 9]), torch.tensor([1.5, float("nan")]), [1, 0])
+    assert rows.token_ids.tolist() == [7, 0]
+    assert rows.errors[0] is None and "not finite" in str(rows.errors[1])
+    assert rows.logprobs == [None, None]
+
+
+MIXED = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, seed=7),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=8),
+    SamplingParams(temperature=1.5, min_p=0.05, seed=9),
+]
+
+
+def test_tokens_left_on_the_device_are_the_same() -> None:
+    here, there = make_sampler(), make_sampler()
+    for slot, sampling in enumerate(MIXED):
+        admit(here, slot, sampling)
+        admit(there, slot, sampling)
+    there.warm_up(torch.bfloat16)
+    for position in range(5):  # the noise differs from step to step
+        logits = torch.stack([logits_at(position, seed=slot) for slot in range(len(MIXED))]).bfloat16()
+        slots = [2, 0, 3, 1]
+        assert not there.needs_host(slots)
+        token_ids = there.sample_device(logits, slots)
+        assert token_ids.dtype == torch.int64
+        assert torch.equal(token_ids, here.sample(logits.float(), slots).token_ids)
+
+
+def test_unsound_rows_left_on_the_device_are_marked() -> None:
+    sampler = make_sampler()
+    for slot, sampling in enumerate(MIXED):
+        admit(sampler, slot, sampling)
+    logits = torch.randn(4, VOCAB)
+    logits[0, 5] = logits[2, 5] = torch.nan
+    assert (sampler.sample_device(logits, [0, 1, 2, 3]) >= 0).tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "needs_host"),
+    [
+        (SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=1), False),
+        (SamplingParams(logprobs=1), True),
+        (SamplingParams(logit_bias={3: 1.0}), True),
+        (SamplingParams(repetition_penalty=1.2), True),
+        (SamplingParams(min_tokens=3), True),
+    ],
+)
+def test_which_rows_need_the_host(sampling: SamplingParams, needs_host: bool) -> None:
+    sampler = make_sampler()
+    admit(sampler, 0, SamplingParams(temperature=0))
+    admit(sampler, 1, sampling)
+    assert sampler.needs_host([0, 1]) == needs_host
+    assert not sampler.needs_host([0])
+    sampler.release(1)
+    assert not sampler.needs_host([0, 1])
+
+
 def test_no_rows_give_no_tokens() -> None:
     rows = make_sampler().sample(torch.zeros(0, VOCAB), [])
     assert rows.token_ids.shape == (0,)

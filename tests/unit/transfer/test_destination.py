@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from diptych.errors import PeerIncompatible
 from diptych.kv.layout import KVLayout
+from diptych.transfer.backend import MemoryKind, MemorySpace
 from diptych.transfer.destination import Destination, destination_of
 from diptych.transfer.extension import LayoutFields, OtherVersion, PeerExtension, RoomExtension
 from diptych.transfer.handoff import HandoffLayout
@@ -141,3 +142,23 @@ def test_what_passes_can_be_planned(num_tokens: int, cached: int, pages: list[in
     )
     assert found.total_nbytes >= (num_tokens - cached) * LAYOUT.token_nbytes
     assert int((found.dst + found.nbytes).max()) <= 4096 + 50 * target.template.dst_stride
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "found"),
+    [
+        ("dram", "dram", MemorySpace(MemoryKind.DRAM, 0)),
+        ("vram", "dram", MemorySpace(MemoryKind.DRAM, 0)),
+        ("dram", "vram", MemorySpace(MemoryKind.VRAM, 3)),
+        ("vram", None, MemorySpace(MemoryKind.VRAM, 3)),
+        ("dram", None, MemorySpace(MemoryKind.DRAM, 0)),
+    ],
+)
+def test_a_pool_is_where_the_peer_says_and_a_base_peers_where_ours_is(
+    ours: str, theirs: str | None, found: MemorySpace
+) -> None:
+    base = replace(BASE, gpu_id=3)
+    named = replace(PEER, gpu_id=3, extension=msgspec.structs.replace(THEIRS, kv_memory=theirs or "dram"))
+    us = msgspec.structs.replace(OURS, kv_memory=ours)
+    registration = base if theirs is None else named
+    assert destination_of(registration, us, layout=LAYOUT, handoff=HANDOFF).kv_space == found

@@ -153,3 +153,26 @@ def test_dead_instances_are_remembered_within_bounds(book, monkeypatch) -> None:
         True,
         True,
     ]
+
+
+def test_a_peer_that_speaks_but_does_not_hear_us_is_lost_until_it_does(book) -> None:
+    peer = book.meet("there:1", "other", 0.0)
+    lost_at, now = None, 0.0
+    while lost_at is None and now < 10.0:
+        book.beat(now)
+        book.confirmed(peer, Heartbeat(sequence=1 + int(now / 0.5), seen=min(peer.num_sent, 3)))
+        book.heard(peer, now)
+        lost_at = now if book.newly_lost(now) else None
+        now += 0.1
+    assert lost_at is not None and 3.0 <= lost_at < 3.7, "three were seen, the third at 1.0"
+    assert not book.heard(peer, now) and peer.state is PeerState.LOST
+    book.confirmed(peer, Heartbeat(sequence=50, seen=2**63 - 1))
+    assert book.heard(peer, now) and peer.state is PeerState.HEALTHY and peer.num_confirmed == peer.num_sent
+
+
+def test_who_answers_late_is_not_deaf(book) -> None:
+    peer = book.meet("there:1", "other", 0.0)
+    for tenth in range(30):
+        book.beat(tenth / 10)
+    book.heard(peer, 3.0)
+    assert book.newly_lost(3.0) == [] and peer.state is PeerState.HEALTHY

@@ -16,7 +16,7 @@ from diptych.scheduler.ports import Begin, GaveUp
 from diptych.transfer.control import Cancel, Failed, HelloReply
 from diptych.transfer.peers import PeerBook
 from diptych.transfer.ports import HingeLimits
-from diptych.transfer.receiver import FIRST_NUDGE_S, Receiver
+from diptych.transfer.receiver import FIRST_ANSWER_S, FIRST_NUDGE_S, Receiver
 from diptych.transfer.wire import AuxLanded, ChunkLanded, Registration, TransferInfo, encode_notification
 
 LIMITS = HingeLimits(max_rooms=2)
@@ -65,12 +65,13 @@ def test_nothing_is_kept_of_a_request(receiver, book, notes, end: str) -> None:
         receiver.on_hello_reply(HelloReply(identity("prefill"), "other model"), 0.0)
     elif end == "cancelled":
         receiver.cancel(asking)
+        receiver.keep(asking, [3])
         receiver.on_quiesced(11, generation)
     else:
         receiver.lose(book.find("prefill"), is_dead=False)
         receiver.keep(asking, [3])
         receiver.on_quiesced(11, generation)
-    assert end == "cancelled" or begin(receiver, asking) is Begin.HERE
+    assert begin(receiver, asking) is Begin.HERE
     receiver.news()
     gone = weakref.ref(asking)
     del asking
@@ -117,3 +118,44 @@ def test_pages_of_a_silent_peer_stay_until_it_speaks_or_is_dead(receiver, book, 
     land_late = notes.told(TransferInfo)[0].extension.generation
     receiver.on_quiesced(11, land_late)
     assert receiver.freed_pages() == [3] and not len(receiver.rooms)
+
+
+def test_a_cancelled_sequence_is_handed_back_at_once_and_its_pages_stay(receiver, book) -> None:
+    asking = sequence(room=11)
+    begin(receiver, asking)
+    receiver.cancel(asking)
+    assert receiver.news() == [GaveUp(asking, None, keeps_pages=True)]
+    receiver.keep(asking, [3])
+    receiver.lose(book.find("prefill"), is_dead=False)
+    assert receiver.freed_pages() == [] and not receiver.news()
+    receiver.lose(book.find("prefill"), is_dead=True)
+    assert receiver.freed_pages() == [3] and not len(receiver.rooms)
+
+
+def test_who_has_not_answered_fills_one_room(receiver, book) -> None:
+    assert begin(receiver, sequence(room=11)) is Begin.ELSEWHERE
+    other = sequence(room=12)
+    assert begin(receiver, other) is Begin.LATER
+    book.heard(book.find("prefill"), 0.1)
+    assert begin(receiver, other) is Begin.ELSEWHERE
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_nobody_waits_long_for_a_first_answer(notes, book, local: bool) -> None:
+    limits = HingeLimits(max_rooms=9, allow_local_prefill=local)
+    receiver = Receiver(site("decode"), book, network=notes, mover=notes, limits=limits, rng=random.Random(1))
+    begin(receiver, sequence(room=11))
+    receiver.now = FIRST_ANSWER_S
+    assert begin(receiver, sequence(room=12)) is (Begin.HERE if local else Begin.LATER)
+    assert len(receiver.rooms) == 1
+
+
+def test_a_cancel_is_repeated_each_second(receiver, notes) -> None:
+    asking = sequence(room=11)
+    begin(receiver, asking)
+    receiver.on_joined(11, notes.told(TransferInfo)[0].extension.generation)
+    receiver.cancel(asking)
+    for second in range(1, 6):
+        receiver.now = second + 0.1 * second
+        receiver.expire()
+    assert len(notes.told(Cancel)) == 6

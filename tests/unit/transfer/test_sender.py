@@ -131,3 +131,10 @@ def test_a_room_that_is_over_stays_over(sender, notes) -> None:
 def test_strangers_open_no_room(sender, notes) -> None:
     sender.join(transfer_info(1), 0.0)
     assert not len(sender.rooms) and not notes.sent and not sender.take_requests()
+
+
+def test_a_flood_of_refused_registrations_fills_no_log(sender, notes, caplog) -> None:
+    for _ in range(100):
+        sender.register(registration(replace(LAYOUT, page_size=65521)), 0.0)
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+    assert len(notes.told(HelloReply)) == 100

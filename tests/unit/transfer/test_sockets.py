@@ -195,3 +195,79 @@ def test_a_thousand_addresses_raise_nothing(network) -> None:
 def test_loopback_addresses() -> None:
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"))
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "localhost.example.org", ""))
+
+
+def test_what_nobody_has_read_can_be_withdrawn(network) -> None:
+    here = network("a")
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts, and says nothing
+        somewhere = f"127.0.0.1:{listener.getsockname()[1]}"
+        here.send(somewhere, [b"secret"])
+        time.sleep(0.2)
+        assert here.withdraw(somewhere)
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(WAIT_S)
+            assert b"secret" not in b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+@pytest.mark.parametrize("keys", [("a", "b"), ("a", None), (None, "a")])
+def test_what_another_key_could_not_read_can_be_withdrawn(network, keys: tuple[str | None, str | None]) -> None:
+    here, there = network(keys[0]), network(keys[1])
+    here.send(address(there), [b"hello"])
+    assert wait_for(there, 1, 0.3) == []
+    assert here.withdraw(address(there))
+
+
+def test_what_has_left_cannot_be_withdrawn(network) -> None:
+    here, there = network("a"), network("a")
+    here.send(address(there), [b"hello"])
+    wait_for(there, 1)
+    assert not here.withdraw(address(there))
+    here.send(address(there), [b"again"])
+    assert wait_for(there, 1) == [[b"again"]], "the connection is as it was"
+
+
+def test_to_whom_nothing_was_sent_nothing_has_left(network) -> None:
+    assert network().withdraw("127.0.0.1:1")
+    here = network()
+    here.send("192.0.2.1:80", [b"x"])  # not allowed without a key
+    assert here.withdraw("192.0.2.1:80")
+
+
+def test_an_evicted_connection_makes_it_uncertain(network, monkeypatch) -> None:
+    monkeypatch.setattr(sockets, "MAX_OUTBOXES", 1)
+    here, there = network(), network()
+    here.send(address(there), [b"hello"])
+    here.send("127.0.0.1:9", [b"x"])
+    assert not here.withdraw(address(there)) and not here.withdraw("127.0.0.1:9")
+
+
+def test_a_message_is_read_or_withdrawn_never_both(network) -> None:
+    """Withdrawn at any moment while the connection opens."""
+    outcomes = set()
+    for delay_us in range(0, 6000, 120):
+        here, there = network(), network()
+        here.send(address(there), [b"hello"])
+        time.sleep(delay_us / 1e6)
+        is_withdrawn = here.withdraw(address(there))
+        is_read = bool(wait_for(there, 1, 0.1))
+        assert not (is_withdrawn and is_read)
+        outcomes.add((is_withdrawn, is_read))
+    assert (False, True) in outcomes
+
+
+def test_what_is_not_read_is_not_taken_in(network) -> None:
+    there = network()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pushing = context.socket(zmq.PUSH)
+    pushing.setsockopt(zmq.SNDHWM, 1)
+    pushing.setsockopt(zmq.SNDTIMEO, 300)
+    pushing.connect(f"tcp://{address(there)}")
+    num_taken = 0
+    with pytest.raises(zmq.Again):
+        while num_taken < 4000:
+            pushing.send_multipart([b"x" * 2**16])
+            num_taken += 1
+    assert num_taken < 400, "more than libzmq's and the kernel's buffers"
+    pushing.close(linger=0)
+    context.term()

@@ -133,12 +133,13 @@ class PickyProbe:
         self.may_go_on = threading.Event()
         self.is_closed = False
 
-    def check(self, metadata: bytes) -> None:
+    def check(self, metadata: bytes) -> frozenset[str]:
         self.may_go_on.wait(WAIT_S)
         if metadata == b"crash":
             raise RuntimeError("the probe itself broke")
         if metadata == b"bad":
             raise PeerIncompatible("damaged")
+        return frozenset({"cma"})
 
     def close(self) -> None:
         self.is_closed = True
@@ -158,7 +159,7 @@ def test_metadata_are_probed_while_writes_go_on(hosts, network):
     first, second, third = prober.next(), prober.next(), prober.next()
     assert isinstance(first, PeerRefused) and first.key == "1"
     assert isinstance(second, PeerRefused) and second.key == "2" and "RuntimeError" in str(second.error)
-    assert third == PeerAdded("3", "destination")
+    assert third == PeerAdded("3", "destination", frozenset({"cma"}))
     prober.agent.close()
     assert probe.is_closed
 

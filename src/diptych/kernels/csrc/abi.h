@@ -14,11 +14,36 @@ enum class Epilogue : int32_t {
   kFloat32 = 1,       // + bias, rounded to bfloat16, widened: logits
   kGatedGelu = 2,     // gelu_tanh(gate) * up of interleaved halves, rounded where torch would round
   kGatedSilu = 3,     // the same with silu
+  kArgmax = 4,        // + bias, rounded to bfloat16, and only the largest output kept: for linear_argmax alone
+};
+
+// Quantised formats of GGUF files, by ggml's numbers.
+enum class GgufFormat : int32_t {
+  kQ4_0 = 2,
+  kQ4_1 = 3,
+  kQ5_0 = 6,
+  kQ5_1 = 7,
+  kQ8_0 = 8,
+  kQ2_K = 10,
+  kQ3_K = 11,
+  kQ4_K = 12,
+  kQ5_K = 13,
+  kQ6_K = 14,
+  kIQ4_NL = 20,
+  kIQ4_XS = 23,
+};
+
+// Adjacent outputs of one format in the packed order of gguf_format.h.
+struct GgufPart {
+  const void* blocks;
+  int64_t num_blocks;
+  GgufFormat format;
 };
 
 // Weights of one linear layer in the packed order of linear.h. out_features is a multiple of 16 and in_features of 32,
 // padded with zeros; `num_outputs` is how many columns are stored (half of out_features when gated). With `scales`, one an
-// output, the weights are int8 in the order of quantized.h, and in_features is a multiple of 64.
+// output, the weights are int8 in the order of weights.h. With `parts` these are the weights, one after the other; when gated
+// there are two, gate and up, and outputs count as if their blocks took turns.
 struct PackedLinear {
   const void* weight;
   const float* bias;
@@ -27,6 +52,8 @@ struct PackedLinear {
   int64_t in_features;
   int64_t num_outputs;
   Epilogue epilogue;
+  const GgufPart* parts;
+  int64_t num_parts;
 };
 
 // One norm's constants. A float32 weight multiplies before the result is rounded to the dtype, others after.
@@ -97,4 +124,11 @@ struct DecoderLayer {
   const PackedLinear* gate_up;
   const PackedLinear* down;
   const NormWeights* post_mlp_norm;
+};
+
+// A layer in its place: its attention, and which of the step's rotations it uses.
+struct StackedLayer {
+  const DecoderLayer* layer;
+  const AttentionLayer* attention;
+  int64_t rotation;
 };

@@ -1,4 +1,7 @@
-// bfloat16 linear layers over packed weights (linear.h) with tile instructions: 32 rows by 32 outputs at a time.
+// Linear layers over packed weights (linear.h) with tile instructions: 32 rows by 32 outputs at a time.
+//
+// While the tiles of one block of the result are multiplied, the sums of the block before are finished and stored, between
+// the tile instructions: those leave the vector units idle.
 #pragma once
 
 #include "amx.h"
@@ -9,15 +12,10 @@ namespace DIPTYCH_ISA {
 
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileElements = 256;
-constexpr int64_t kMaxVectorRows = 4;  // up to here linear_rows is as fast: the weights' way from memory decides
+constexpr int64_t kMaxVectorRows = 1;  // from two rows on tiles are faster, although most of a tile is empty
 constexpr int64_t kRowBlock = 2 * kTileRows;
-constexpr int64_t kPanelNbytes = 1 << 20;  // rows of x worked on at once: they stay in half of an L2 cache of 2 MiB
+constexpr int64_t kPanelNbytes = 1 << 19;  // rows of x worked on at once: they stay in an L2 cache of 2 MiB beside weights and results
 constexpr int64_t kPrefetchNbytes = 8192;
-
-ALWAYS_INLINE void prefetch_tile(const char* from) {
-#pragma GCC unroll 16
-  for (int line = 0; line < 16; ++line) _mm_prefetch(from + kPrefetchNbytes + line * 64, _MM_HINT_T0);
-}
 
 // Sixteen rows of inputs: in place, or the padded copy of the last rows.
 struct TileInputs {
@@ -53,95 +51,186 @@ class RowTiles {
   char* tail_ = nullptr;
 };
 
-// 32 x 32 sums as four tiles: rows 0-15 of block 0, of block 1, then rows 16-31 of both. PREFETCH: the weights come from
-// memory, as they do for the first rows; later rows find them in the cache.
-template <bool PREFETCH>
-ALWAYS_INLINE void multiply_four_tiles(float* sums, TileInputs upper, TileInputs lower, const char* const (&weights)[2],
-                                       int64_t in_features) {
-  tile_fence();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t tile = 0; tile < in_features / kTileInputs; ++tile) {
-    if (PREFETCH) {
-      prefetch_tile(weights[0] + tile * 1024);
-      prefetch_tile(weights[1] + tile * 1024);
-    }
-    _tile_loadd(4, upper.rows + tile * 64, upper.stride_nbytes);
-    _tile_loadd(6, weights[0] + tile * 1024, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, weights[1] + tile * 1024, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, lower.rows + tile * 64, lower.stride_nbytes);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, sums + kTileElements, 64);
-  _tile_stored(2, sums + 2 * kTileElements, 64);
-  _tile_stored(3, sums + 3 * kTileElements, 64);
-  tile_fence();
-}
+// The tiles of a pair of blocks as bfloat16. The first rows to use them call `prepare(tile)` before the tile.
+template <class Weights>
+class WeightTiles;
 
-// 16 x 32 sums as two tiles. Bound by memory when rows are few, so the weights are fetched well ahead.
-ALWAYS_INLINE void multiply_two_tiles(float* sums, TileInputs x, const char* const (&weights)[2], int64_t in_features) {
-  tile_fence();
-  _tile_zero(0);
-  _tile_zero(1);
-  for (int64_t tile = 0; tile < in_features / kTileInputs; ++tile) {
-    prefetch_tile(weights[0] + tile * 1024);
-    prefetch_tile(weights[1] + tile * 1024);
-    _tile_loadd(4, x.rows + tile * 64, x.stride_nbytes);
-    _tile_loadd(6, weights[0] + tile * 1024, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, weights[1] + tile * 1024, 64);
-    _tile_dpbf16ps(1, 4, 7);
-  }
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, sums + kTileElements, 64);
-  tile_fence();
-}
+// In place; preparing fetches what comes later from memory.
+template <>
+class WeightTiles<Bfloat16Weights> {
+ public:
+  static int64_t scratch_nbytes(int64_t) { return 0; }
 
-// Rows row_begin..row_end against the two blocks that begin at packed column `output`.
-ALWAYS_INLINE void linear_column(const PackedLinear& layer, const LinearRows& rows, const RowTiles& x, int64_t row_begin,
-                                 int64_t row_end, int64_t output) {
-  alignas(64) float sums[4 * kTileElements];
-  const char* first = static_cast<const char*>(layer.weight) + output * layer.in_features * 2;
-  const bool has_second = output + kBlockOutputs < layer.out_features;
-  const char* const weights[2] = {first, has_second ? first + kBlockOutputs * layer.in_features * 2 : first};
-  for (int64_t row = row_begin; row < row_end; row += kRowBlock) {
-    const int64_t num_rows = smaller(kRowBlock, row_end - row);
-    if (num_rows > kTileRows) {
-      const TileInputs upper = x.at(row), lower = x.at(row + kTileRows);
-      if (row == row_begin) multiply_four_tiles<true>(sums, upper, lower, weights, layer.in_features);
-      else multiply_four_tiles<false>(sums, upper, lower, weights, layer.in_features);
-    } else multiply_two_tiles(sums, x.at(row), weights, layer.in_features);
-    for (int64_t index = 0; index < num_rows; ++index) {
-      const float* from = sums + index / kTileRows * 2 * kTileElements + index % kTileRows * kBlockOutputs;
-      store_block_pair(layer, rows, row + index, output, load(from), load(from + kTileElements));
+  WeightTiles(char*, int64_t) {}
+
+  ALWAYS_INLINE void open(const BlockPair& blocks) { blocks_ = blocks; }
+
+  ALWAYS_INLINE void prepare(int64_t tile) const {
+    for (int block = 0; block < 2; ++block) {
+      const char* from = blocks_.ahead(block, tile * kBfloat16TileNbytes, kPrefetchNbytes);
+#pragma GCC unroll 16
+      for (int64_t line = 0; line < kBfloat16TileNbytes; line += 64) _mm_prefetch(from + line, _MM_HINT_T0);
     }
   }
-}
 
-inline void linear_tiles(const PackedLinear& layer, const LinearRows& rows) {
+  ALWAYS_INLINE const char* at(int block, int64_t tile) const {
+    return blocks_.weights[block] + tile * kBfloat16TileNbytes;
+  }
+
+ private:
+  BlockPair blocks_{};
+};
+
+// Widened into scratch, two tiles ahead of their use: a tile cannot be read from stores that are still under way.
+template <>
+class WeightTiles<Int8Weights> {
+ public:
+  static int64_t scratch_nbytes(int64_t num_tiles) { return 2 * num_tiles * kBfloat16TileNbytes; }
+
+  WeightTiles(char* scratch, int64_t num_tiles) : scratch_(scratch), num_tiles_(num_tiles) {}
+
+  ALWAYS_INLINE void open(const BlockPair& blocks) {
+    blocks_ = blocks;
+    for (int64_t tile = 0; tile < smaller(kTilesAhead, num_tiles_); ++tile) widen_tiles(tile);
+  }
+
+  ALWAYS_INLINE void prepare(int64_t tile) const {
+    if (tile + kTilesAhead < num_tiles_) widen_tiles(tile + kTilesAhead);
+  }
+
+  ALWAYS_INLINE const char* at(int block, int64_t tile) const {
+    return scratch_ + (tile * 2 + block) * kBfloat16TileNbytes;
+  }
+
+ private:
+  static constexpr int64_t kTilesAhead = 2;
+
+  ALWAYS_INLINE void widen_tiles(int64_t tile) const {
+    for (int block = 0; block < 2; ++block) {
+      const int64_t offset = tile * Int8Weights::kTileNbytes;
+      const char* later = blocks_.ahead(block, offset, kPrefetchNbytes / 2);
+      char* to = scratch_ + (tile * 2 + block) * kBfloat16TileNbytes;
+#pragma GCC unroll 8
+      for (int64_t group = 0; group < kPairsPerTile / 2; ++group) {
+        _mm_prefetch(later + group * 64, _MM_HINT_T0);
+        u32x16 pairs[2];
+        Int8Weights::load_pairs(pairs, blocks_.weights[block] + offset, group);
+        __builtin_memcpy(to + group * 128, pairs, sizeof pairs);
+      }
+    }
+    tile_fence();
+  }
+
+  BlockPair blocks_{};
+  char* scratch_;
+  int64_t num_tiles_;
+};
+
+// One thread's piece of a GEMM.
+template <class Weights>
+class TileColumns {
+ public:
+  TileColumns(const OutputSink& sink, const RowTiles& x, char* scratch, int64_t num_tiles)
+      : sink_(sink), x_(x), weights_(scratch, num_tiles), num_tiles_(num_tiles), rows_a_tile_(ceil_div(kRowBlock, num_tiles)) {}
+
+  // Rows row_begin..row_end against the two blocks that begin at packed column `output`.
+  ALWAYS_INLINE void add(const BlockPair& blocks, int64_t output, int64_t row_begin, int64_t row_end) {
+    weights_.open(blocks);
+    for (int64_t row = row_begin; row < row_end; row += kRowBlock) {
+      const int64_t num_rows = smaller(kRowBlock, row_end - row);
+      const bool is_first = row == row_begin, has_lower = num_rows > kTileRows;
+      float* sums = sums_[is_odd_];
+      if (has_lower && is_first) multiply<true, true>(sums, row);
+      else if (has_lower) multiply<false, true>(sums, row);
+      else if (is_first) multiply<true, false>(sums, row);
+      else multiply<false, false>(sums, row);
+      finish();
+      pending_ = {row, output, 0, num_rows, sums};
+      is_odd_ ^= 1;
+    }
+  }
+
+  // What has been multiplied last.
+  ALWAYS_INLINE void finish() { put_rows(kRowBlock); }
+
+ private:
+  // A block of the result that has been multiplied; rows from `next` on are still to be put.
+  struct Pending {
+    int64_t row;
+    int64_t output;
+    int64_t next;
+    int64_t num_rows;
+    const float* sums;
+  };
+
+  ALWAYS_INLINE void put_rows(int64_t count) {
+    const int64_t end = smaller(pending_.next + count, pending_.num_rows);
+    for (; pending_.next < end; ++pending_.next) {
+      const int64_t index = pending_.next;
+      const float* from = pending_.sums + index / kTileRows * 2 * kTileElements + index % kTileRows * kBlockOutputs;
+      sink_.put(pending_.row + index, pending_.output, load(from), load(from + kTileElements));
+    }
+  }
+
+  // 32 x 32 sums as four tiles: rows 0-15 of block 0, of block 1, then rows 16-31 of both; or the first two of these.
+  template <bool IS_FIRST, bool HAS_LOWER>
+  ALWAYS_INLINE void multiply(float* sums, int64_t row) {
+    const TileInputs upper = x_.at(row), lower = x_.at(HAS_LOWER ? row + kTileRows : row);
+    tile_fence();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t tile = 0; tile < num_tiles_; ++tile) {
+      if (IS_FIRST) weights_.prepare(tile);
+      _tile_loadd(4, upper.rows + tile * 64, upper.stride_nbytes);
+      _tile_loadd(6, weights_.at(0, tile), 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, weights_.at(1, tile), 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if (HAS_LOWER) {
+        _tile_loadd(5, lower.rows + tile * 64, lower.stride_nbytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      put_rows(rows_a_tile_);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + kTileElements, 64);
+    if (HAS_LOWER) {
+      _tile_stored(2, sums + 2 * kTileElements, 64);
+      _tile_stored(3, sums + 3 * kTileElements, 64);
+    }
+    tile_fence();
+  }
+
+  const OutputSink& sink_;
+  const RowTiles& x_;
+  WeightTiles<Weights> weights_;
+  const int64_t num_tiles_;
+  const int64_t rows_a_tile_;
+  Pending pending_{};
+  int is_odd_ = 0;
+  alignas(64) float sums_[2][4 * kTileElements];
+};
+
+template <class Weights>
+void linear_tiles(const PackedLinear& layer, const LinearRows& rows) {
   const RowTiles x(rows, layer.in_features);
+  const int64_t num_tiles = layer.in_features / kTileInputs;
   const int64_t panel_rows = larger(kRowBlock, kPanelNbytes / (layer.in_features * 2) / kRowBlock * kRowBlock);
   const int64_t num_pairs = ceil_div(layer.out_features, 2 * kBlockOutputs);
-  const int64_t grain = block_pairs_per_piece(layer, num_pairs);
-  const int64_t pieces_per_panel = ceil_div(num_pairs, grain);
-  const int64_t num_panels = ceil_div(rows.num_rows, panel_rows);
-  parallel_for(num_panels * pieces_per_panel, 1, [&](int64_t begin, int64_t end) {
+  const int64_t count = num_pairs * ceil_div(rows.num_rows, panel_rows);
+  const auto piece = [&](int64_t begin, int64_t end, const OutputSink& sink, char* scratch) {
     const TileScope tiles;
-    const FlushDenormals flush;
-    for (int64_t piece = begin; piece < end; ++piece) {
-      const int64_t row_begin = piece / pieces_per_panel * panel_rows;
-      const int64_t row_end = smaller(row_begin + panel_rows, rows.num_rows);
-      const int64_t first_pair = piece % pieces_per_panel * grain;
-      for (int64_t pair = first_pair; pair < smaller(first_pair + grain, num_pairs); ++pair)
-        linear_column(layer, rows, x, row_begin, row_end, pair * 2 * kBlockOutputs);
+    TileColumns<Weights> columns(sink, x, scratch, num_tiles);
+    for (int64_t index = begin; index < end; ++index) {
+      const int64_t row = index / num_pairs * panel_rows, output = index % num_pairs * 2 * kBlockOutputs;
+      columns.add(BlockPair::at(layer, output, Weights()), output, row, smaller(row + panel_rows, rows.num_rows));
     }
-  });
+    columns.finish();
+  };
+  for_pieces(layer, rows, count, WeightTiles<Weights>::scratch_nbytes(num_tiles), piece);
 }
 
 }  // namespace DIPTYCH_ISA

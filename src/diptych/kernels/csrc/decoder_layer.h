@@ -21,8 +21,8 @@ struct Rows {
   int64_t stride;
 };
 
-// Rows of whole KiB are set apart a little further: the same columns of many rows would share one set of the cache.
-ALWAYS_INLINE int64_t padded_stride(int64_t size) { return size * 2 % 1024 == 0 ? size + 32 : size; }
+// Rows of whole 256 bytes are set apart a little further: the same columns of many rows would share few sets of the cache.
+ALWAYS_INLINE int64_t padded_stride(int64_t size) { return size * 2 % 256 == 0 ? size + 32 : size; }
 
 // Intermediate results of a layer over T tokens, carved from one allocation. `wide` holds what is between the two GEMMs of
 // either block, `normed` the input of the first.

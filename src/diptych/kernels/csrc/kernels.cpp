@@ -4,13 +4,15 @@
 
 #include "attention_rows.h"
 #include "decoder_layer.h"
+#include "embedding.h"
+#include "gguf_linear.h"
 #include "linear.h"
 #include "norm.h"
-#include "quantized.h"
 #include "reduce.h"
 #if DIPTYCH_AMX
 #include "amx_attention.h"
 #include "amx_linear.h"
+#include "gguf_tiles.h"
 #endif
 
 #define DIPTYCH_TEXT_OF(name) #name
@@ -73,14 +75,38 @@ void norm_and_rotate(void* heads, const void* cos, const void* signed_sin, const
   });
 }
 
+void gguf_linear(const PackedLinear& layer, const LinearRows& rows) {
+#if DIPTYCH_AMX
+  if (rows.num_rows > 1) return gguf_tiles(layer, rows);
+#endif
+  gguf_rows(layer, rows);
+}
+
+template <class Weights>
+void linear_of(const PackedLinear& layer, const LinearRows& rows) {
+#if DIPTYCH_AMX
+  if (rows.num_rows > kMaxVectorRows) return linear_tiles<Weights>(layer, rows);
+#endif
+  linear_rows<Weights>(layer, rows);
+}
+
 void linear(const PackedLinear& layer, const void* x, void* out, int64_t num_rows, int64_t x_stride,
             int64_t out_stride) {
   const LinearRows rows = {static_cast<const bfloat16*>(x), out, num_rows, x_stride, out_stride};
-#if DIPTYCH_AMX
-  if (num_rows > kMaxVectorRows) return layer.scales != nullptr ? quantized_tiles(layer, rows) : linear_tiles(layer, rows);
-#endif
-  if (layer.scales != nullptr) return quantized_rows(layer, rows);
-  linear_rows(layer, rows);
+  if (layer.parts != nullptr) return gguf_linear(layer, rows);
+  if (layer.scales != nullptr) return linear_of<Int8Weights>(layer, rows);
+  linear_of<Bfloat16Weights>(layer, rows);
+}
+
+// Panels of rows would multiply the pieces: rows are taken a panel at a time.
+void linear_argmax(const PackedLinear& layer, const void* x, int64_t* indices, float* values, int64_t num_rows,
+                   int64_t x_stride) {
+  for (int64_t row = 0; row < num_rows; row += kMaxArgmaxRows) {
+    const int64_t count = smaller(kMaxArgmaxRows, num_rows - row);
+    argmax_of_pieces(layer, count, indices + row, values + row, [&](PieceResults* results) {
+      linear(layer, static_cast<const bfloat16*>(x) + row * x_stride, results, count, x_stride, 0);
+    });
+  }
 }
 
 void pack(void* packed, const void* weight, int64_t num_rows, int64_t in_features, int64_t padded_inputs,
@@ -91,7 +117,7 @@ void pack(void* packed, const void* weight, int64_t num_rows, int64_t in_feature
 
 void embed(void* out, const int64_t* token_ids, const PackedLinear& table, int64_t num_tokens, int64_t size,
            int64_t out_stride, float scale, bool is_scaled) {
-  const auto embed_table = table.scales != nullptr ? embed_quantized : embed_packed;
+  const auto embed_table = table.parts != nullptr ? embed_gguf : embed_packed;
   embed_table(static_cast<bfloat16*>(out), token_ids, table, num_tokens, size, out_stride, scale, is_scaled);
 }
 
@@ -103,15 +129,16 @@ void attention(const AttentionLayer& layer, const AttentionStep& step, const Att
   with_dtype(layer.dtype, [&](auto* type) { attention_rows(call, type); });
 }
 
-void run_decoder_layer(const DecoderLayer& layer, const AttentionLayer& attention_layer, const AttentionStep& step,
-                       const Rotation& rotation, void* hidden, int64_t hidden_stride) {
-  decoder_layer({layer, attention_layer, step, rotation}, {static_cast<bfloat16*>(hidden), hidden_stride}, linear,
-                attention);
+void decoder_layers(const StackedLayer* layers, int64_t num_layers, const AttentionStep& step, const Rotation* rotations,
+                    void* hidden, int64_t hidden_stride) {
+  for (const StackedLayer* at = layers; at < layers + num_layers; ++at)
+    decoder_layer({*at->layer, *at->attention, step, rotations[at->rotation]},
+                  {static_cast<bfloat16*>(hidden), hidden_stride}, linear, attention);
 }
 
 const KernelTable table = {
-    DIPTYCH_TEXT(DIPTYCH_ISA), rms_norm,  add_normalized, add_then_norm, norm_and_rotate, linear, pack, embed,
-    attention, run_decoder_layer, argmax_rows, logsumexp_rows,
+    DIPTYCH_TEXT(DIPTYCH_ISA), rms_norm,  add_normalized, add_then_norm, norm_and_rotate, linear, linear_argmax,
+    pack, embed, attention, decoder_layers, argmax_rows,
 };
 
 }  // namespace

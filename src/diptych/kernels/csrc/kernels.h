@@ -17,15 +17,16 @@ struct KernelTable {
                           int64_t num_tokens, int64_t num_heads, int64_t token_stride);
   void (*linear)(const PackedLinear& layer, const void* x, void* out, int64_t num_rows, int64_t x_stride,
                  int64_t out_stride);
+  void (*linear_argmax)(const PackedLinear& layer, const void* x, int64_t* indices, float* values, int64_t num_rows,
+                        int64_t x_stride);
   void (*pack_block)(void* packed, const void* weight, int64_t num_rows, int64_t in_features, int64_t padded_inputs,
                      int64_t stride);
   void (*embed_packed)(void* out, const int64_t* token_ids, const PackedLinear& table, int64_t num_tokens, int64_t size,
                        int64_t out_stride, float scale, bool is_scaled);
   void (*attention)(const AttentionLayer& layer, const AttentionStep& step, const AttentionTensors& tensors);
-  void (*decoder_layer)(const DecoderLayer& layer, const AttentionLayer& attention, const AttentionStep& step,
-                        const Rotation& rotation, void* hidden, int64_t hidden_stride);
+  void (*decoder_layers)(const StackedLayer* layers, int64_t num_layers, const AttentionStep& step,
+                         const Rotation* rotations, void* hidden, int64_t hidden_stride);
   void (*argmax)(int64_t* indices, const float* x, int64_t num_rows, int64_t size, int64_t stride);
-  void (*logsumexp)(float* out, const float* x, int64_t num_rows, int64_t size, int64_t stride);
 };
 
 // Null where the compiler could not build that set, as on other machines than x86-64.

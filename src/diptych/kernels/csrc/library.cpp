@@ -37,9 +37,10 @@ CpuidLeaf cpuid(unsigned leaf, unsigned subleaf) {
 
 bool has_tiles() {
   const CpuidLeaf features = cpuid(7, 0);
-  constexpr unsigned kTile = 1u << 24, kBfloat16 = 1u << 22, kInt8 = 1u << 25;
-  constexpr unsigned kAll = kTile | kBfloat16 | kInt8;
-  return (features.d & kAll) == kAll && may_use_tiles();
+  constexpr unsigned kTile = 1u << 24, kBfloat16 = 1u << 22;
+  constexpr unsigned kAll = kTile | kBfloat16;
+  const bool has_vectors = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+  return (features.d & kAll) == kAll && has_vectors && may_use_tiles();
 }
 #endif
 
@@ -106,6 +107,13 @@ DIPTYCH_EXPORT void diptych_linear(const PackedLinear* layer, const void* x, voi
   kernels->linear(*layer, x, out, num_rows, x_stride, out_stride);
 }
 
+// The largest output of each row (rounded to bfloat16) and its lowest index; a NaN counts as the largest. The layer's epilogue
+// is kArgmax.
+DIPTYCH_EXPORT void diptych_linear_argmax(const PackedLinear* layer, const void* x, int64_t* indices, float* values,
+                                          int64_t num_rows, int64_t x_stride) {
+  kernels->linear_argmax(*layer, x, indices, values, num_rows, x_stride);
+}
+
 // Packs `num_rows` rows of weights into blocks of 16; packed may be where weight is (no padding then), block by block.
 // block_step: blocks of `packed` from one block of rows to the next (2 where two matrices are interleaved).
 DIPTYCH_EXPORT void diptych_pack(void* packed, const void* weight, int64_t num_rows, int64_t in_features,
@@ -134,16 +142,11 @@ DIPTYCH_EXPORT void diptych_attention(const AttentionLayer* layer, const Attenti
   kernels->attention(*layer, *step, *tensors);
 }
 
-DIPTYCH_EXPORT void diptych_decoder_layer(const DecoderLayer* layer, const AttentionLayer* attention,
-                                          const AttentionStep* step, const Rotation* rotation, void* hidden,
-                                          int64_t hidden_stride) {
-  kernels->decoder_layer(*layer, *attention, *step, *rotation, hidden, hidden_stride);
+DIPTYCH_EXPORT void diptych_decoder_layers(const StackedLayer* layers, int64_t num_layers, const AttentionStep* step,
+                                           const Rotation* rotations, void* hidden, int64_t hidden_stride) {
+  kernels->decoder_layers(layers, num_layers, *step, rotations, hidden, hidden_stride);
 }
 
 DIPTYCH_EXPORT void diptych_argmax(int64_t* indices, const float* x, int64_t num_rows, int64_t size, int64_t stride) {
   kernels->argmax(indices, x, num_rows, size, stride);
-}
-
-DIPTYCH_EXPORT void diptych_logsumexp(float* out, const float* x, int64_t num_rows, int64_t size, int64_t stride) {
-  kernels->logsumexp(out, x, num_rows, size, stride);
 }

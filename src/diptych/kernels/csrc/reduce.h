@@ -44,27 +44,5 @@ inline void argmax_rows(int64_t* indices, const float* x, int64_t num_rows, int6
   });
 }
 
-// log(sum(exp(x))) in one pass: each lane keeps a maximum and the sum relative to it.
-inline float logsumexp_row(const float* x, int64_t size) {
-  f32x16 best = splat(-__builtin_inff()), sum = {};
-  for (int64_t i = 0; i < size; i += kLanes) {
-    f32x16 v = load_some(x + i, size - i);
-    for (int64_t lane = size - i; lane < kLanes; ++lane) v[lane] = -__builtin_inff();
-    const f32x16 higher = maximum(best, v);
-    const f32x16 base = higher > splat(-__builtin_inff()) ? higher : f32x16{};
-    sum = sum * exponential(best - base) + exponential(v - base);
-    best = higher;
-  }
-  const float highest = max_lanes(best);
-  if (!(highest > -__builtin_inff())) return sum_lanes(sum) != sum_lanes(sum) ? __builtin_nanf("") : highest;
-  return highest + __builtin_logf(sum_lanes(sum * exponential(best - highest)));
-}
-
-inline void logsumexp_rows(float* out, const float* x, int64_t num_rows, int64_t size, int64_t stride) {
-  parallel_for(num_rows, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) out[row] = logsumexp_row(x + row * stride, size);
-  });
-}
-
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych

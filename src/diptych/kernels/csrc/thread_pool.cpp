@@ -5,6 +5,7 @@
 #include <sched.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
@@ -31,7 +32,8 @@ struct Job {
   RangeFunction function;
   void* context;
   int64_t count;
-  int64_t grain;
+  int64_t smallest;
+  int64_t largest;
 };
 
 // A job is open between the caller's publishing it and its closing it. Helpers enter an open job only, so that a helper
@@ -81,11 +83,13 @@ class ThreadPool {
   }
 
   void work(const Job& job) {
-    for (;;) {
-      const int64_t begin = next_.fetch_add(job.grain, std::memory_order_relaxed);
-      if (begin >= job.count) return;
-      const int64_t end = begin + job.grain < job.count ? begin + job.grain : job.count;
+    int64_t begin = next_.load(std::memory_order_relaxed);
+    while (begin < job.count) {
+      const int64_t share = (job.count - begin) / (2 * size());
+      const int64_t end = std::min(begin + std::clamp(share, job.smallest, job.largest), job.count);
+      if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
       job.function(job.context, begin, end);
+      begin = next_.load(std::memory_order_relaxed);
     }
   }
 
@@ -174,12 +178,16 @@ void set_num_threads(int count, const int32_t* cpus) {
 }
 
 void run_ranges(int64_t count, int64_t grain, RangeFunction function, void* context) {
+  run_shrinking_ranges(count, grain, grain, function, context);
+}
+
+void run_shrinking_ranges(int64_t count, int64_t smallest, int64_t largest, RangeFunction function, void* context) {
   if (count <= 0) return;
-  if (count <= grain) {
+  if (count <= smallest) {
     function(context, 0, count);
     return;
   }
-  current_pool().run({function, context, count, grain});
+  current_pool().run({function, context, count, smallest, largest});
 }
 
 void* thread_scratch(int slot, size_t nbytes) {

@@ -13,6 +13,10 @@ using RangeFunction = void (*)(void* context, int64_t begin, int64_t end);
 // order on any thread, so a piece's result must not depend on which.
 void run_ranges(int64_t count, int64_t grain, RangeFunction function, void* context);
 
+// The same in pieces that get smaller towards the end, so that threads end together: half of a thread's share of what is
+// left, but at least `smallest` and at most `largest`.
+void run_shrinking_ranges(int64_t count, int64_t smallest, int64_t largest, RangeFunction function, void* context);
+
 // Number of threads that share a job, the caller included.
 int num_threads();
 
@@ -23,12 +27,20 @@ void set_num_threads(int count, const int32_t* cpus);
 void* thread_scratch(int slot, size_t nbytes);
 
 // Slots of thread_scratch, one a purpose, so that callers of callers do not collide.
-enum ScratchSlot { kScratchCaller = 0, kScratchWorker = 1, kScratchLayer = 2, kNumScratchSlots = 3 };
+enum ScratchSlot { kScratchCaller = 0, kScratchWorker = 1, kScratchLayer = 2, kScratchSums = 3, kNumScratchSlots = 4 };
 
 template <class Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
   run_ranges(
       count, grain,
+      [](void* context, int64_t begin, int64_t end) { (*static_cast<const Body*>(context))(begin, end); },
+      const_cast<Body*>(&body));
+}
+
+template <class Body>
+void parallel_for_shrinking(int64_t count, int64_t smallest, int64_t largest, const Body& body) {
+  run_shrinking_ranges(
+      count, smallest, largest,
       [](void* context, int64_t begin, int64_t end) { (*static_cast<const Body*>(context))(begin, end); },
       const_cast<Body*>(&body));
 }
