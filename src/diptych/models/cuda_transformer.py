@@ -66,9 +66,15 @@ class CudaTransformer:
         self._last_tokens = last_tokens
         self._blocks = [cast(DecoderLayer, layer).blocks() for layer in model.layers]
         self._windows = model.config.layer_windows
-        self._is_plain = all(
+        linears = [
+            linear
+            for blocks in self._blocks
+            for linear in (blocks.attention.qkv, blocks.attention.o_proj, blocks.mlp.gate_up, blocks.mlp.down)
+        ]
+        self._fuses_layers = all(
             blocks.post_attention_norm is None and blocks.post_mlp_norm is None for blocks in self._blocks
-        )
+        ) and all(small.supports(linear.weight) for linear in linears)
+        self._fuses_head = small.supports(model.lm_head.weight)
 
     def forward(self, step: CudaStep) -> torch.Tensor:
         """Hidden states [R, hidden], before the last norm: `logits` applies it."""
@@ -76,14 +82,14 @@ class CudaTransformer:
         table = _table(self._model.rotary, step.positions)
         local = table if self._model.local_rotary is None else _table(self._model.local_rotary, step.positions)
         tables = [table if window is None else local for window in self._windows]
-        if self._is_plain and hidden.shape[0] <= small.MAX_SMALL_ROWS and step.logit_rows is None:
+        if self._fuses_layers and hidden.shape[0] <= small.MAX_SMALL_ROWS and step.logit_rows is None:
             return self._few_rows(hidden, tables, step)
         return self._many_rows(hidden, tables, step)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab] in the model's dtype, of hidden states that `forward` returned."""
         head, norm = self._model.lm_head, self._model.norm
-        if hidden.shape[0] <= small.MAX_SMALL_ROWS:
+        if self._fuses_head and hidden.shape[0] <= small.MAX_SMALL_ROWS:
             logits = hidden.new_empty(hidden.shape[0], head.weight.shape[0])
             small.small_linear(hidden, head.weight, out=logits, norm_weight=norm.weight, norm_eps=norm.eps)
         else:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 ROOT = Path(__file__).parents[3]
-TESTS = ["norm", "heads", "activation", "embedding", "sampling"]
+TESTS = ["norm", "heads", "activation", "embedding", "sampling", "transformer"]
 
 
 @pytest.mark.slow

@@ -23,6 +23,12 @@ MAX_SMALL_ROWS = 16
 """Most rows for which these kernels are no slower than cuBLAS and separate small kernels."""
 
 
+def supports(weight: torch.Tensor) -> bool:
+    """Whether `small_linear` can multiply with this weight, [N, K]."""
+    num_outputs, num_inputs = weight.shape
+    return weight.dtype == torch.bfloat16 and num_inputs % 64 == 0 and num_outputs % 8 == 0
+
+
 def small_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
