@@ -66,7 +66,7 @@ def computed_here(config: EngineConfig) -> tuple[NDArray[np.uint8], TokenLogprob
     worker = create_worker(config, lambda what, done, total: None)
     sampling = SamplingParams(temperature=0.0, logprobs=4)
     admission = Admission(0, "here", PROMPT, len(PROMPT), sampling, (), 3)
-    output = worker.step(Batch(1, [], [admission], [SequenceStep(0, 0, len(PROMPT), [0, 1, 2], True)]))
+    output = worker.launch(Batch(1, [], [admission], [SequenceStep(0, 0, len(PROMPT), [0, 1, 2], True)])).collect()
     kv = pool_of(worker.info)[:3].transpose(1, 2, 0, 3, 4, 5)
     layers, _, _, _, heads, nbytes = kv.shape
     return kv.reshape(layers, 2, -1, heads, nbytes)[:, :, : len(PROMPT)].copy(), output.rows[0].logprobs[0]

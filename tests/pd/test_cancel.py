@@ -210,3 +210,27 @@ def test_a_full_queue_at_prefill(start_engine: Start, local: bool) -> None:
             refused += 1
     assert (refused == 0) if local else (1 <= refused < 15)
     at_rest(prefill, decode)
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_request_that_ends_in_decodes_queue_does_not_wait_at_prefill(start_engine: Start, first: str) -> None:
+    """Its room was never opened, and prefill must not wait until the time of that is up."""
+    prefill, decode = start_engine("prefill"), start_engine("decode", max_num_seqs=1)
+    decode.send(request("before", prompt_of(100), None, max_tokens=800, ignore_eos=True))
+    decode.wait_until(lambda: len(decode.tokens("before")) > 0, "the seat to be taken")
+    room = PROMPTS.getrandbits(63)
+    sent = take(prefill, "a", 30, room=room)
+    told = request("a", sent.prompt_token_ids, HandTo(room), max_tokens=6, ignore_eos=True)
+    decode.send(sent)
+    if first == "prefill":
+        prefill.send(told)
+        prefill.wait_until(lambda: len(prefill.tokens("a")) == 1, "its first token")
+    decode.abort("a")
+    decode.wait("a", timeout_s=0.5)
+    if first == "decode":
+        prefill.wait_until(lambda: prefill.load().transfer.num_peers == 1, "the news")
+        prefill.send(told)
+    prefill.wait("a", timeout_s=1.0)
+    at_rest(prefill)
+    decode.abort("before")
+    at_rest(decode)

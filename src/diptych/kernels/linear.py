@@ -23,7 +23,7 @@ TILE_INPUTS = 32
 _BFLOAT16, _FLOAT32, _ARGMAX = 0, 1, 4
 _GATED = {"gelu_tanh": 2, "silu": 3}
 
-_ROWS_QUANTIZED_AT_ONCE = 4096
+_ROWS_QUANTIZED_AT_ONCE = 1024
 
 Activation = Literal["gelu_tanh", "silu"]
 Quantization = Literal["none", "int8", "gguf"]

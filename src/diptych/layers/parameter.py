@@ -15,7 +15,7 @@ from diptych.kernels.linear import BLOCK_OUTPUTS
 from diptych.kernels.memory import empty_weight
 from diptych.layers.weights import BlockSource, WeightSource
 
-_FILL_NUMEL = 1 << 24
+_FILL_NUMEL = 1 << 22
 
 
 def new_parameter(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

@@ -274,9 +274,9 @@ class Transformer(nn.Module):
                 _pack(part, pack_as)
 
     def _parts(self) -> dict[str, nn.Module]:
-        """By their names in a checkpoint, in the order in which a step uses them."""
+        """By their names in a checkpoint; the head next to a table that it may share, to let go of the unpacked one."""
         layers = {f"model.layers.{index}": layer for index, layer in enumerate(self.layers)}
-        return {"model.embed_tokens": self.embed_tokens, **layers, "model.norm": self.norm, "lm_head": self.lm_head}
+        return {"model.embed_tokens": self.embed_tokens, "lm_head": self.lm_head, **layers, "model.norm": self.norm}
 
 
 def _pack(part: nn.Module, quantization: Quantization) -> None:

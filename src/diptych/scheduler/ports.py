@@ -85,7 +85,9 @@ class PrefillSource(Protocol):
         ...
 
     def cancel(self, sequence: Sequence) -> None:
-        """Give up a LOADING sequence; it still ends with Landed or GaveUp, soon: its pages may stay longer."""
+        """Give up a LOADING sequence; it still ends with Landed or GaveUp, soon: its pages may stay longer. Or tell the
+        peer of a waiting one that it `wants`, of which nothing more will be heard.
+        """
         ...
 
 

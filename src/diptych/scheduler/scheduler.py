@@ -350,6 +350,8 @@ class Scheduler:
             self._sink.cancel(sequence)
         match sequence.state:
             case SequenceState.WAITING:
+                if self._source.wants(sequence):
+                    self._source.cancel(sequence)
                 self._waiting.remove(sequence)
                 sequence.move_to(SequenceState.FINISHED)
             case SequenceState.LOADING:

@@ -237,6 +237,24 @@ class Receiver:
             incoming.transfer.on(Event.CANCELLED)
             self._send_cancel(incoming)
             self._let_go(incoming, None)
+        elif self.wants(sequence):
+            self._decline(sequence)
+
+    def _decline(self, sequence: Sequence) -> None:
+        """A request that ends before its room was opened: if a prefill engine was told, too, it waits there.
+
+        We enter without wanting a page, so that nothing can be written, and leave at once.
+        """
+        handoff = sequence.request.handoff
+        assert isinstance(handoff, TakeFrom)
+        peer = self._peers.meet(handoff.address, handoff.instance_id, self.now)
+        if handoff.room is None or not peer.is_usable:
+            return
+        if peer not in self._registered_with:
+            self._register_with(peer)
+        extension = RoomExtension(instance_id=self._site.instance_id, to_instance=peer.instance_id)
+        self._network.send(peer.address, self._transfer_info(handoff.room, [], 0, extension))
+        self._peers.send(peer, Cancel(handoff.room, extension.generation))
 
     # ------------------------------------------------------------------ what peers say
 

@@ -21,7 +21,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         return
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
-    assert (actual != expected).float().mean() <= 0.02
+    assert (actual != expected).sum() <= 2 + 0.02 * actual.numel()  # a norm that rounds the other way turns a pair
 
 
 @dtypes

@@ -159,3 +159,13 @@ def test_a_cancel_is_repeated_each_second(receiver, notes) -> None:
         receiver.now = second + 0.1 * second
         receiver.expire()
     assert len(notes.told(Cancel)) == 6
+
+
+def test_who_ends_before_its_room_was_opened_tells_the_peer_that_waits_there(receiver, notes) -> None:
+    receiver.cancel(sequence(room=11))
+    registration, info, cancel = (message for _, message in notes.sent)
+    assert isinstance(registration, Registration) and isinstance(info, TransferInfo) and info.is_dummy
+    assert cancel == Cancel(11, info.extension.generation) and not len(receiver.rooms)
+    notes.sent.clear()
+    receiver.cancel(sequence(room=None))  # decode drives: nobody was told
+    assert not notes.sent

@@ -93,12 +93,6 @@ class OutputSink {
   const BestOutputs best_;
 };
 
-// One row's sums of two adjacent blocks, for layers that are never argmaxed.
-ALWAYS_INLINE void store_block_pair(const PackedLinear& layer, const LinearRows& rows, int64_t row, int64_t output,
-                                    f32x16 first, f32x16 second) {
-  OutputSink(layer, rows, {}).put(row, output, first, second);
-}
-
 // The packed weights of two adjacent blocks; the second may not be there, and is then the first again.
 struct BlockPair {
   const char* weights[2];
