@@ -6,12 +6,17 @@ DIPTYCH_CLUSTER_KEY default of --cluster-key, likewise
 DIPTYCH_KERNELS     CPU kernels: "off", or the instruction set to use (amx, avx512, avx2, portable); default: the best
 DIPTYCH_KERNELS_SANITIZE
                     1: kernels with AddressSanitizer and UBSan (slow; needs libasan preloaded); for tests
+LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX
+                    set by Kubernetes' LeaderWorkerSet: where node 0 is, how many nodes there are, which one this is
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+
+from diptych.errors import ConfigError
 
 
 def cache_dir() -> Path:
@@ -32,6 +37,35 @@ def kernels() -> str | None:
 def sanitize_kernels() -> bool:
     """Whether to compile and load the CPU kernels with sanitizers."""
     return os.environ.get("DIPTYCH_KERNELS_SANITIZE") == "1"
+
+
+@dataclass(frozen=True)
+class LeaderWorkerSet:
+    """What Kubernetes' LeaderWorkerSet tells a pod about the nodes of its group."""
+
+    leader_address: str
+    group_size: int
+    worker_index: int
+
+
+def leader_worker_set() -> LeaderWorkerSet | None:
+    """The group that this pod belongs to; None outside of one.
+
+    Raises: ConfigError if only some of the three variables are set, or a number is none.
+    """
+    names = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
+    values = [os.environ.get(name, "") for name in names]
+    if not any(values):
+        return None
+    if not all(values):
+        missing = ", ".join(name for name, value in zip(names, values, strict=True) if not value)
+        raise ConfigError(
+            f"{missing} is not set though others of LeaderWorkerSet's variables are; set all three or none"
+        )
+    address, size, index = values
+    if not (size.isdecimal() and index.isdecimal()):
+        raise ConfigError(f"LWS_GROUP_SIZE is {size!r} and LWS_WORKER_INDEX is {index!r}; both must be numbers")
+    return LeaderWorkerSet(address, int(size), int(index))
 
 
 def api_key() -> str | None:

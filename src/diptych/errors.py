@@ -15,6 +15,7 @@
     |   +-- TransferRejected   one side refused this transfer, and nothing moved
     |   +-- TransferExpired    it was not over by its deadline
     +-- WorkerError            a step failed on the device: the engine stops
+    |   +-- RankLost           a rank of this engine is dead, stopped, or out of step
     +-- InvariantError         a bug: our own books do not balance
 
 Request-scoped errors never stop the engine, engine-scoped ones always do, and every request is answered.
@@ -132,6 +133,19 @@ class WorkerError(DiptychError):
     """A step failed on the device; the engine cannot go on."""
 
     code = "worker_failed"
+
+
+class RankLost(WorkerError):
+    """A rank of this engine is dead, stopped, or out of step with the others; the group cannot be used any more.
+
+    Args: rank: its number within the group, or None where only the loss is known.
+    """
+
+    code = "rank_lost"
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class InvariantError(DiptychError):

@@ -119,7 +119,7 @@ def _build(target: Path, compiler: str, flags: tuple[str, ...]) -> None:
             sets = pool.map(lambda which: _compile_set(which, compiler, flags, work), (*X86_SETS[::-1], PORTABLE))
             plain = pool.map(
                 lambda name: _compile(SOURCES / name, compiler, flags, work),
-                ("library.cpp", "thread_pool.cpp", "gguf_pack.cpp"),
+                ("library.cpp", "thread_pool.cpp", "gguf_pack.cpp", "collectives.cpp", "collectives_wait.cpp"),
             )
             objects = [*sets, *plain]
         library = work / target.name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -43,6 +43,13 @@ _SIGNATURES: dict[str, tuple[type | None, list[Any]]] = {
     "attention": (None, [c_void_p, c_void_p, c_void_p]),
     "decoder_layers": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64]),
     "argmax": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64]),
+    "shm_nbytes": (c_int64, [c_int32, c_int64]),
+    "shm_open": (c_void_p, [c_int32, c_int32, c_int32, c_int64, c_uint64, c_int32, c_int64, c_int64]),
+    "shm_sees_all": (c_int32, [c_void_p]),
+    "shm_close": (None, [c_void_p]),
+    "shm_allreduce": (c_int64, [c_void_p, c_void_p, c_void_p, c_int64, c_int32]),
+    "shm_allgather": (c_int64, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
+    "shm_barrier": (c_int64, [c_void_p]),
 }
 
 

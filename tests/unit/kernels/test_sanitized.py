@@ -10,17 +10,20 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FAMILIES = ("attention", "decoder_layer", "gguf_linear", "linear", "norm", "quantized", "reduce")
+FAMILIES = ("attention", "collectives", "decoder_layer", "gguf_linear", "linear", "norm", "quantized", "reduce")
 
 
 def preloaded_sanitizer() -> str | None:
-    """Path of libasan for the compiler that the kernels are built with; None if it cannot be found."""
-    try:
-        asked = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    path = Path(asked.stdout.strip())
-    return str(path) if path.is_absolute() and path.exists() else None
+    """libasan of the compiler that the kernels are built with, and libstdc++, whose throw it must find when it starts;
+    None if they cannot be found."""
+    paths = []
+    for name in ("libasan.so", "libstdc++.so"):
+        try:
+            asked = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return None
+        paths.append(Path(asked.stdout.strip()))
+    return " ".join(map(str, paths)) if all(path.is_absolute() and path.exists() for path in paths) else None
 
 
 @pytest.mark.slow

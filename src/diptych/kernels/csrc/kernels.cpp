@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include "attention_rows.h"
+#include "collectives_sum.h"
 #include "decoder_layer.h"
 #include "embedding.h"
 #include "gguf_linear.h"
@@ -136,9 +137,13 @@ void decoder_layers(const StackedLayer* layers, int64_t num_layers, const Attent
                   {static_cast<bfloat16*>(hidden), hidden_stride}, linear, attention);
 }
 
+void sum_ranks(void* out, const void* const* inputs, int64_t num_inputs, int64_t count, Dtype dtype) {
+  with_dtype(dtype, [&](auto* type) { sum_inputs(as(out, type), inputs, num_inputs, count); });
+}
+
 const KernelTable table = {
     DIPTYCH_TEXT(DIPTYCH_ISA), rms_norm,  add_normalized, add_then_norm, norm_and_rotate, linear, linear_argmax,
-    pack, embed, attention, decoder_layers, argmax_rows,
+    pack, embed, attention, decoder_layers, argmax_rows, sum_ranks,
 };
 
 }  // namespace

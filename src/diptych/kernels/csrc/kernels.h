@@ -27,6 +27,7 @@ struct KernelTable {
   void (*decoder_layers)(const StackedLayer* layers, int64_t num_layers, const AttentionStep& step,
                          const Rotation* rotations, void* hidden, int64_t hidden_stride);
   void (*argmax)(int64_t* indices, const float* x, int64_t num_rows, int64_t size, int64_t stride);
+  void (*sum_ranks)(void* out, const void* const* inputs, int64_t num_inputs, int64_t count, Dtype dtype);
 };
 
 // Null where the compiler could not build that set, as on other machines than x86-64.

@@ -8,6 +8,7 @@
 #endif
 
 #include "abi.h"
+#include "collectives.h"
 #include "kernels.h"
 #include "thread_pool.h"
 
@@ -149,4 +150,10 @@ DIPTYCH_EXPORT void diptych_decoder_layers(const StackedLayer* layers, int64_t n
 
 DIPTYCH_EXPORT void diptych_argmax(int64_t* indices, const float* x, int64_t num_rows, int64_t size, int64_t stride) {
   kernels->argmax(indices, x, num_rows, size, stride);
+}
+
+// out = the sum over all ranks of `x`, of `count` elements, which may be the same memory. Returns as collectives.cpp says.
+DIPTYCH_EXPORT int64_t diptych_shm_allreduce(diptych::SharedCollectives* group, void* out, const void* x, int64_t count,
+                                             Dtype dtype) {
+  return diptych::shm_allreduce(*group, out, x, count, dtype, kernels->sum_ranks);
 }
