@@ -47,9 +47,11 @@ class CPUAttention:
         hidden: torch.Tensor,
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         inputs: AttentionInputs,
+        *,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Layers that `stacked` has made, as a whole: the residual stream [T, hidden], in place."""
-        return stack(hidden, rotations, self._shape_of(inputs))
+        """Layers that `stacked` has made, as a whole: the residual stream [T, hidden], in place; see FusedStack."""
+        return stack(hidden, rotations, self._shape_of(inputs), wanted=wanted)
 
     def _layer(self, num_heads: int, spec: AttentionSpec) -> PagedAttention:
         layer = self._layers.get((spec.layer, num_heads))

@@ -43,6 +43,8 @@ class _Step(ctypes.Structure):
         ("page_table_stride", ctypes.c_int64),
         ("num_rows", ctypes.c_int64),
         ("num_tokens", ctypes.c_int64),
+        ("wanted", ctypes.c_void_p),
+        ("num_wanted", ctypes.c_int64),
     )
 
 
@@ -90,6 +92,13 @@ class StepShape:
         )
         held = (query_starts, kv_lens, page_table, kv_slots)
         return cls(tensors=held, step=step, address=ctypes.addressof(step))
+
+    def only(self, wanted: torch.Tensor) -> StepShape:
+        """The same step, of which only some tokens' results matter: int64 [R], ascending."""
+        step = _Step.from_buffer_copy(self.step)
+        # No tokens are not all of them: an empty tensor's address is null, any other will do.
+        step.wanted, step.num_wanted = wanted.data_ptr() or self.step.kv_slots, len(wanted)
+        return StepShape(tensors=(*self.tensors, wanted), step=step, address=ctypes.addressof(step))
 
 
 class PagedAttention:

@@ -115,21 +115,28 @@ class FusedStack:
             *(_StackedLayer(each.layer.address, each.attention.address, each.rotation) for each in layers)
         )
         self._address = ctypes.addressof(self._layers)
+        self._address_of_last = ctypes.addressof(self._layers[-1])
 
     def __call__(
-        self, hidden: torch.Tensor, rotations: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: StepShape
+        self,
+        hidden: torch.Tensor,
+        rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        shape: StepShape,
+        *,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The residual stream [T, hidden] after these layers, in place.
+        """The residual stream [T, hidden] after these layers, in place; with `wanted`, of these tokens alone.
 
-        Args: rotations: cosines and sines with the first half negated, [T, 1, D] each, contiguous.
+        Args: rotations: cosines and sines with the first half negated, [T, 1, D] each, contiguous. wanted: int64 [R],
+        ascending: the last layer does no more for other tokens than write their K and V.
         """
         packed = (_Rotation * len(rotations))(*(_Rotation(cos.data_ptr(), sin.data_ptr()) for cos, sin in rotations))
-        self._library.decoder_layers(
-            self._address,
-            len(self._held),
-            shape.address,
-            ctypes.addressof(packed),
-            hidden.data_ptr(),
-            hidden.stride(0),
-        )
-        return hidden
+        operands = (ctypes.addressof(packed), hidden.data_ptr(), hidden.stride(0))
+        run, count = self._library.decoder_layers, len(self._held)
+        if wanted is None or len(wanted) == len(hidden):
+            run(self._address, count, shape.address, *operands)
+            return hidden
+        run(self._address, count - 1, shape.address, *operands)
+        last = shape.only(wanted)
+        run(self._address_of_last, 1, last.address, *operands)
+        return hidden[: len(wanted)]

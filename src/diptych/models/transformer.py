@@ -46,6 +46,10 @@ class Model(Protocol):
         """Hidden states after the last norm, [T, hidden], in the model's dtype."""
         ...
 
+    def forward_logit_rows(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
+        """Those of `inputs.logit_rows` alone, [R, hidden]."""
+        ...
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [R, vocab], of hidden states [R, hidden] that `forward` returned."""
         ...
@@ -218,13 +222,19 @@ class Transformer(nn.Module):
         self._stack: tuple[CPUAttention, FusedStack] | None = None
 
     def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
+        return self._forward(inputs, attention, None)
+
+    def forward_logit_rows(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
+        return self._forward(inputs, attention, inputs.logit_rows)
+
+    def _forward(self, inputs: ForwardInputs, attention: AttentionBackend, wanted: torch.Tensor | None) -> torch.Tensor:
         hidden = self.embed_tokens(inputs.token_ids)
         rotations = [rotary(inputs.positions) for rotary in (self.rotary, self.local_rotary) if rotary is not None]
         if isinstance(attention, CPUAttention) and (stack := self._stack_on(attention)) is not None:
-            return self.norm(attention.run_stack(stack, hidden, rotations, inputs.attention))
+            return self.norm(attention.run_stack(stack, hidden, rotations, inputs.attention, wanted=wanted))
         for layer, rotation in zip(self.layers, self._rotation_of_layer(), strict=True):
             hidden = layer(hidden, rotations[rotation], inputs.attention, attention)
-        return self.norm(hidden)
+        return self.norm(hidden if wanted is None else hidden[wanted])
 
     def _rotation_of_layer(self) -> list[int]:
         """Which rotary embedding each layer uses: 0, or 1 for the windowed layers' own."""

@@ -63,7 +63,10 @@ class StepModel(Protocol):
     """A model as a synchronous step needs it."""
 
     def hidden(self, steps: list[SequenceStep], slots: SlotTable) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states of these rows' tokens, [T, hidden], and int64 [R], the last ones of those that sample."""
+        """Hidden states and int64 [R], where in them the last tokens of the rows that sample are.
+
+        Of all these rows' tokens, [T, hidden], if a row wants the logprobs of its prompt; else there may be no others.
+        """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -85,7 +88,10 @@ class TorchStepModel:
 
     def hidden(self, steps: list[SequenceStep], slots: SlotTable) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = build_inputs(steps, slots, self._device)
-        return self._model(inputs, self._attention), inputs.logit_rows
+        if any(slots.occupant(step.slot).sampling.prompt_logprobs is not None for step in steps):
+            return self._model(inputs, self._attention), inputs.logit_rows
+        hidden = self._model.forward_logit_rows(inputs, self._attention)
+        return hidden, torch.arange(hidden.shape[0], device=hidden.device)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)

@@ -89,7 +89,8 @@ struct AttentionLayer {
   float soft_cap;
 };
 
-// One step's ragged shape, as AttentionInputs describes it.
+// One step's ragged shape, as AttentionInputs describes it. wanted: ascending tokens, the only ones whose results matter (K and V
+// of all are written); null for all of them.
 struct AttentionStep {
   const int32_t* query_starts;
   const int32_t* kv_lens;
@@ -98,6 +99,8 @@ struct AttentionStep {
   int64_t page_table_stride;
   int64_t num_rows;
   int64_t num_tokens;
+  const int64_t* wanted;
+  int64_t num_wanted;
 };
 
 // Token-major tensors [T, heads, D] whose heads are adjacent; only the token stride is free.

@@ -77,16 +77,25 @@ void write_keys_and_values(const AttentionCall& call) {
   });
 }
 
-// Calls `visit(piece)` for every piece of the step: longest first within a sequence, so that threads end together.
+// A row's tokens start..stop attend from here on: from the first wanted one. `cursor` walks over the wanted tokens with the rows.
+ALWAYS_INLINE int64_t first_attending(const AttentionStep& step, int64_t start, int64_t stop, int64_t* cursor) {
+  if (step.wanted == nullptr) return start;
+  while (*cursor < step.num_wanted && step.wanted[*cursor] < start) ++*cursor;
+  return *cursor < step.num_wanted ? smaller(step.wanted[*cursor], stop) : stop;
+}
+
+// Calls `visit(piece)` for every piece of the step: longest first within a sequence, so that threads end together. Keys and
+// splits of a piece are the same whichever tokens are wanted, hence the results as well.
 template <class Visit>
 ALWAYS_INLINE void for_each_piece(const AttentionCall& call, const Visit& visit) {
   const int64_t block = larger<int64_t>(1, kMaxQueryRows / call.group_size());
-  int64_t num_partials = 0;
+  int64_t num_partials = 0, cursor = 0;
   for (int64_t row = 0; row < call.step.num_rows; ++row) {
     const int64_t start = call.step.query_starts[row], stop = call.step.query_starts[row + 1];
-    for (int64_t end = stop; end > start; end = larger(start, end - block)) {
-      const int64_t begin = larger(start, end - block);
-      const int64_t key_begin = call.first_key(call.position(row, begin)), key_end = call.position(row, end - 1) + 1;
+    const int64_t first = first_attending(call.step, start, stop, &cursor);
+    for (int64_t end = stop; end > first; end = larger(start, end - block)) {
+      const int64_t block_begin = larger(start, end - block), begin = larger(first, block_begin);
+      const int64_t key_begin = call.first_key(call.position(row, block_begin)), key_end = call.position(row, end - 1) + 1;
       const bool is_split = stop - start == 1 && key_begin / kSplitKeys != (key_end - 1) / kSplitKeys;
       for (int64_t kv_head = 0; kv_head < call.layer.num_kv_heads; ++kv_head) {
         if (!is_split) {

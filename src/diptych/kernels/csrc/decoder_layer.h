@@ -49,8 +49,16 @@ struct LayerBuffers {
   }
 };
 
+// Moves the wanted tokens' rows of `size` to the front; no row moves backwards.
+inline void keep_wanted(Rows rows, int64_t size, const AttentionStep& step) {
+  for (int64_t index = 0; index < step.num_wanted; ++index)
+    __builtin_memmove(rows.data + index * rows.stride, rows.data + step.wanted[index] * rows.stride,
+                      static_cast<size_t>(size) * sizeof(bfloat16));
+}
+
+// From `normed` to what is attended, in `wide`.
 template <class Linear, class Attention>
-void attention_block(const LayerCall& call, const LayerBuffers& buffers, const Linear& linear,
+void attend_normed(const LayerCall& call, const LayerBuffers& buffers, const Linear& linear,
                      const Attention& attention) {
   const AttentionLayer& shape = call.attention;
   const int64_t num_tokens = call.step.num_tokens, size = shape.head_dim;
@@ -66,7 +74,6 @@ void attention_block(const LayerCall& call, const LayerBuffers& buffers, const L
       projected.stride, projected.stride, projected.stride,                wide.stride,
   };
   attention(shape, call.step, tensors);
-  linear(*call.layer.attention_output, wide.data, buffers.added.data, num_tokens, wide.stride, buffers.added.stride);
 }
 
 // hidden += block's output, normalised if the layer has a norm for it.
@@ -77,14 +84,23 @@ ALWAYS_INLINE void add_block(const NormWeights* norm, Rows hidden, Rows added, i
     add_rows(hidden.data, added.data, size, num_tokens, hidden.stride, added.stride);
 }
 
+// With `step.wanted`, their results are the first rows of `hidden` afterwards, and the others are lost.
 template <class Linear, class Attention>
 void decoder_layer(const LayerCall& call, Rows hidden, const Linear& linear, const Attention& attention) {
   const LayerBuffers buffers(call);
   const DecoderLayer& layer = call.layer;
-  const int64_t num_tokens = call.step.num_tokens, size = layer.input_norm->size;
+  const int64_t size = layer.input_norm->size;
+  int64_t num_tokens = call.step.num_tokens;
   const Rows normed = buffers.normed, wide = buffers.wide, added = buffers.added;
   rms_norm_rows(normed.data, hidden.data, *layer.input_norm, num_tokens, normed.stride, hidden.stride);
-  attention_block(call, buffers, linear, attention);
+  attend_normed(call, buffers, linear, attention);
+  if (call.step.wanted != nullptr) {
+    num_tokens = call.step.num_wanted;
+    keep_wanted(wide, layer.attention_output->in_features, call.step);
+    keep_wanted(hidden, size, call.step);
+  }
+  if (num_tokens == 0) return;
+  linear(*layer.attention_output, wide.data, added.data, num_tokens, wide.stride, added.stride);
   add_block(layer.post_attention_norm, hidden, added, size, num_tokens);
   rms_norm_rows(normed.data, hidden.data, *layer.mlp_norm, num_tokens, normed.stride, hidden.stride);
   linear(*layer.gate_up, normed.data, wide.data, num_tokens, normed.stride, wide.stride);
