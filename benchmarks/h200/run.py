@@ -19,7 +19,7 @@ from pathlib import Path
 from diptych.bench.presets import choose_cases, h200_cases
 from diptych.bench.workload import BenchRequest, Case
 from diptych.cli.flags import EngineFlags, parse_engine_flags
-from diptych.core.messages import EngineInfo, EngineLoad
+from diptych.core.messages import EngineInfo
 from diptych.core.request import Request, SamplingParams
 from diptych.resolve import validate
 from diptych.server.process import EngineProcess
@@ -70,10 +70,6 @@ async def answer(engine: EngineProcess, request_id: str, request: BenchRequest) 
     return count
 
 
-async def totals(engine: EngineProcess) -> EngineLoad:
-    return await engine.client.load()
-
-
 async def measure(engine: EngineProcess, case: Case) -> Measured:
     requests = case.requests
     # The first prompts again, a little: whatever is compiled or paged in at first use must not be in the figure.
@@ -82,11 +78,11 @@ async def measure(engine: EngineProcess, case: Case) -> Measured:
     )
     while not (await engine.client.flush_cache()).ok:
         await asyncio.sleep(0.01)
-    before = await totals(engine)
+    before = await engine.client.load()
     began = time.perf_counter()
     counts = await asyncio.gather(*(answer(engine, f"{case.name}-{i}", item) for i, item in enumerate(requests)))
     seconds = time.perf_counter() - began
-    after = await totals(engine)
+    after = await engine.client.load()
     return Measured(
         seconds,
         sum(len(item.prompt) for item in requests if isinstance(item.prompt, list)),

@@ -69,9 +69,7 @@ class LayeredExecutor(toy_engine.PacedExecutor):
     """The paced toy over a layered worker."""
 
     def __init__(self, info: EngineInfo) -> None:
-        super().__init__(info)
-        self.worker = LayeredWorker(info.num_pages, info.page_size)
-        self._info = msgspec.structs.replace(info, kv_address=self.worker.memory.ctypes.data)
+        super().__init__(info, LayeredWorker(info.num_pages, info.page_size))
 
 
 def layered_executor(config: EngineConfig) -> LayeredExecutor:

@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from diptych.config import EngineConfig
@@ -147,3 +148,46 @@ class InProcessExecutor:
                 self._work.put(step)
         except Exception as error:
             self._put(error)
+
+
+class PolledExecutor:
+    """Runs a batch on the engine's own thread, when its result is asked for: for workers that have nothing to load.
+
+    Args: step: computes a batch.
+    """
+
+    def __init__(self, info: EngineInfo, step: Callable[[Batch], StepOutput]) -> None:
+        self._info: EngineInfo | None = info
+        self._step = step
+        self._batches: deque[Batch] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+
+    @property
+    def wake_fd(self) -> int:
+        return self._wake_read
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a batch waits to be run."""
+        return bool(self._batches)
+
+    def start(self) -> None:
+        """Nothing to load."""
+
+    def poll_loading(self) -> Loading | EngineInfo | None:
+        info, self._info = self._info, None
+        return info
+
+    def submit(self, batch: Batch) -> None:
+        self._batches.append(batch)
+        os.write(self._wake_write, b"\0")
+
+    def poll(self) -> StepOutput | None:
+        if not self._batches:
+            return None
+        os.read(self._wake_read, 1)
+        return self._step(self._batches.popleft())
+
+    def shutdown(self) -> None:
+        os.close(self._wake_read)
+        os.close(self._wake_write)

@@ -7,17 +7,16 @@ imports torch.
 
 from __future__ import annotations
 
-import os
 import zlib
 from array import array
-from collections import deque
 
 import msgspec
 import numpy as np
 
 from diptych.core.batch import Admission, Batch, RowOutput, SequenceStep, StepOutput
-from diptych.core.messages import EngineInfo, Loading
+from diptych.core.messages import EngineInfo
 from diptych.core.request import Request
+from diptych.engine.executor import PolledExecutor
 
 
 def next_token(token_ids: list[int], vocab_size: int) -> int:
@@ -110,41 +109,10 @@ class ToyWorker:
         return RowOutput([token_id])
 
 
-class ToyExecutor:
-    """An Executor over a ToyWorker that runs a batch when its result is polled."""
+class ToyExecutor(PolledExecutor):
+    """Runs a toy worker, by default a plain one of the shape that `info` says."""
 
-    def __init__(self, info: EngineInfo) -> None:
-        self.worker = ToyWorker(info.num_pages, info.page_size, vocab_size=info.vocab_size)
-        self._info: EngineInfo | None = msgspec.structs.replace(info, kv_address=self.worker.memory.ctypes.data)
-        self._batches: deque[Batch] = deque()
-        self._wake_read, self._wake_write = os.pipe()
-
-    @property
-    def wake_fd(self) -> int:
-        return self._wake_read
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a batch waits to be run."""
-        return bool(self._batches)
-
-    def start(self) -> None:
-        """Nothing to load."""
-
-    def poll_loading(self) -> Loading | EngineInfo | None:
-        info, self._info = self._info, None
-        return info
-
-    def submit(self, batch: Batch) -> None:
-        self._batches.append(batch)
-        os.write(self._wake_write, b"\0")
-
-    def poll(self) -> StepOutput | None:
-        if not self._batches:
-            return None
-        os.read(self._wake_read, 1)
-        return self.worker.step(self._batches.popleft())
-
-    def shutdown(self) -> None:
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+    def __init__(self, info: EngineInfo, worker: ToyWorker | None = None) -> None:
+        self.worker = worker or ToyWorker(info.num_pages, info.page_size, vocab_size=info.vocab_size)
+        info = msgspec.structs.replace(info, kv_address=self.worker.memory.ctypes.data)
+        super().__init__(info, self.worker.step)

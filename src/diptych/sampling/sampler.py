@@ -24,7 +24,7 @@ from diptych.sampling.grammar_check import validate_grammar
 from diptych.sampling.logprobs import output_logprobs, wants_logprobs
 from diptych.sampling.penalties import LogitBias, Penalties, has_penalties
 
-_UNSOUND = "the model's logits are not finite, or nothing is left to choose from; the request cannot go on"
+UNSOUND = "the model's logits are not finite, or nothing is left to choose from; the request cannot go on"
 
 
 class _Feature(enum.IntFlag):
@@ -300,5 +300,5 @@ def _keep_sound(token_ids: torch.Tensor, errors: list[str | None]) -> torch.Tens
         return token_ids
     for row, sound in enumerate(is_sound.tolist()):
         if not sound and errors[row] is None:
-            errors[row] = _UNSOUND
+            errors[row] = UNSOUND
     return torch.where(is_sound, token_ids, 0)

@@ -7,12 +7,10 @@ pages go into host memory of this process and are thrown away. Used by `diptych 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,9 +21,10 @@ from diptych import env
 from diptych.config import EngineConfig, TransferConfig
 from diptych.core.batch import Batch, RowOutput, StepOutput
 from diptych.core.channel import Channel, open_socket
-from diptych.core.messages import EngineInfo, FromEngine, Loading, ToEngine
+from diptych.core.messages import EngineInfo, FromEngine, ToEngine
 from diptych.core.request import Request, SamplingParams, TakeFrom
 from diptych.engine.engine import EngineCore
+from diptych.engine.executor import PolledExecutor
 from diptych.errors import PeerIncompatible
 from diptych.kv.layout import KVLayout
 from diptych.server.client import EngineClient
@@ -64,39 +63,9 @@ class Landing:
         return carrier(MemoryKind.DRAM, self.nbytes, self.tcp_nbytes)
 
 
-class _Executor:
-    """An Executor that computes nothing: every row that samples gets token 0."""
-
-    def __init__(self, info: EngineInfo) -> None:
-        self._info: EngineInfo | None = info
-        self._batches: deque[Batch] = deque()
-        self._wake_read, self._wake_write = os.pipe()
-
-    @property
-    def wake_fd(self) -> int:
-        return self._wake_read
-
-    def start(self) -> None:
-        """Nothing to load."""
-
-    def poll_loading(self) -> Loading | EngineInfo | None:
-        info, self._info = self._info, None
-        return info
-
-    def submit(self, batch: Batch) -> None:
-        self._batches.append(batch)
-        os.write(self._wake_write, b"\0")
-
-    def poll(self) -> StepOutput | None:
-        if not self._batches:
-            return None
-        os.read(self._wake_read, 1)
-        batch = self._batches.popleft()
-        return StepOutput(batch.step_id, [RowOutput([0] if step.samples else []) for step in batch.steps], 0.0)
-
-    def shutdown(self) -> None:
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+def _step(batch: Batch) -> StepOutput:
+    """Computes nothing: every row that samples gets token 0."""
+    return StepOutput(batch.step_id, [RowOutput([0] if step.samples else []) for step in batch.steps], 0.0)
 
 
 def receive_from(route: RankRoute, summary: PrefillSummary, lengths: Sequence[int]) -> list[Landing]:
@@ -112,7 +81,7 @@ def receive_from(route: RankRoute, summary: PrefillSummary, lengths: Sequence[in
     endpoint = "inproc://peer-transfer"
     outer = open_socket(context, endpoint, bind=True)
     inner: Channel[FromEngine, ToEngine] = Channel(open_socket(context, endpoint, bind=False), ToEngine)
-    core = EngineCore(EngineConfig(transfer=transfer), _Executor(info), inner)
+    core = EngineCore(EngineConfig(transfer=transfer), PolledExecutor(info, _step), inner)
     thread = threading.Thread(target=core.run, name="diptych-peer-transfer")
     thread.start()
     try:

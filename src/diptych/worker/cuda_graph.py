@@ -16,7 +16,9 @@ import torch
 logger = logging.getLogger(__name__)
 
 NUMBERS = ("token_ids", "positions", "kv_slots", "kv_lens", "rows", "store_slots")
-"""What a decode row brings, int64 each: see `DecodeNumbers`."""
+"""What a decode row brings, int64 each."""
+PADDING = (0, 0, -1, 0, 0, -1)
+"""The same of a row that is not there: nothing is attended, written or stored."""
 
 
 def ladder(max_rows: int) -> list[int]:
@@ -27,16 +29,9 @@ def ladder(max_rows: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeNumbers:
-    """One step's rows, int64 [6, B], in the order of `NUMBERS`.
-
-    Padding: token 0, position 0, slots -1, kv_len 0, row 0.
-    """
+    """One step's rows, int64 [6, B], in the order of `NUMBERS`."""
 
     values: torch.Tensor
-
-    @property
-    def num_rows(self) -> int:
-        return self.values.shape[1]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.values[NUMBERS.index(name)]
@@ -77,7 +72,7 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self.sizes), start=1):
             numbers = self._numbers_of(size)
-            numbers.values.copy_(torch.tensor([0, 0, -1, 0, 0, -1])[:, None].expand(-1, size))
+            numbers.values.copy_(torch.tensor(PADDING)[:, None].expand(-1, size))
             self._compute(numbers)  # compiles kernels and warms up cuBLAS, neither of which can be captured
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):

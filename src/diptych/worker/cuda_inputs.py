@@ -13,10 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from diptych.core.batch import SequenceStep
-from diptych.worker.cuda_graph import NUMBERS
+from diptych.worker.cuda_graph import NUMBERS, PADDING
 from diptych.worker.slots import SlotTable
-
-PADDING = np.array([0, 0, -1, 0, 0, -1], dtype=np.int64)[:, None]
 
 
 class PinnedRing:
@@ -88,7 +86,7 @@ class RaggedNumbers:
 def decode_numbers(steps: list[SequenceStep], slots: SlotTable, out: NDArray[np.int64]) -> None:
     """Fill `out`, int64 [6, size], with one row a column in the order of `NUMBERS`; what is left over is padding."""
     count = len(steps)
-    out[:, count:] = PADDING
+    out[:, count:] = np.array(PADDING)[:, None]
     slot = np.fromiter((step.slot for step in steps), np.int64, count)
     start = np.fromiter((step.start for step in steps), np.int64, count)
     samples = np.fromiter((step.samples for step in steps), np.bool_, count)

@@ -19,6 +19,7 @@ from diptych.core.batch import Batch, RowOutput, SequenceStep, StepOutput
 from diptych.kernels.cuda.sampling import argmax_rows, new_workspace, store_last
 from diptych.models.cuda_transformer import CudaStep, CudaTransformer
 from diptych.models.transformer import Transformer
+from diptych.sampling.sampler import UNSOUND
 from diptych.worker.cuda_graph import NUMBERS, DecodeGraphs, DecodeNumbers, GraphOutput
 from diptych.worker.cuda_inputs import DevicePages, PinnedRing, RaggedNumbers, decode_numbers, ragged_numbers
 from diptych.worker.rows import Rows
@@ -27,8 +28,6 @@ from diptych.worker.slots import SlotTable
 
 RING_DEPTH = 8
 """Pinned buffers: two uploads a step, and up to four steps in flight."""
-
-UNSOUND = "the model's logits are not finite, or nothing is left to choose from; the request cannot go on"
 
 
 class CudaStepInFlight:
@@ -160,26 +159,32 @@ class CudaRunner:
         slots = [step.slot for step in steps if step.samples]
         size = self._graphs.size_for(len(steps)) if steps[-1].num_tokens == 1 and len(slots) == len(steps) else None
         if size is not None:
-            token_ids = self._sampled(self._replay(steps, size), slots)
+            output = self._replay(steps, size)
+            logits, store_slots = output.logits[: len(slots)], output.store_slots[: len(slots)]
+            token_ids = self._chosen(logits, store_slots, slots, likeliest=output.token_ids[: len(slots)])
         else:
             numbers = self._ragged(steps)
             hidden = self._transformer.forward(self._ragged_step(numbers))
             if not slots:
                 return torch.empty(0, dtype=torch.int64)
-            logits = self._transformer.logits(hidden)
-            token_ids = self._sampled(
-                GraphOutput(logits, self._argmax(logits, numbers.store_slots), numbers.store_slots), slots
-            )
+            token_ids = self._chosen(self._transformer.logits(hidden), numbers.store_slots, slots)
         return token_ids.to("cpu", non_blocking=True)
 
-    def _sampled(self, output: GraphOutput, slots: list[int]) -> torch.Tensor:
-        """The rows' tokens: the likeliest ones, unless a row wants another, which then is stored over them."""
+    def _chosen(
+        self,
+        logits: torch.Tensor,
+        store_slots: torch.Tensor,
+        slots: list[int],
+        *,
+        likeliest: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The rows' tokens, stored. likeliest: those of greedy rows, if they are known and stored already."""
         sampler = self._rows.sampler
         if sampler.is_greedy(slots):
             sampler.advance(slots)
-            return output.token_ids[: len(slots)]
-        token_ids = sampler.sample_device(output.logits[: len(slots)], slots)
-        store_last(token_ids, output.store_slots[: len(slots)], last_tokens=self._last_tokens)
+            return self._argmax(logits, store_slots) if likeliest is None else likeliest
+        token_ids = sampler.sample_device(logits, slots)
+        store_last(token_ids, store_slots, last_tokens=self._last_tokens)
         return token_ids
 
     def _argmax(self, logits: torch.Tensor, store_slots: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.kernels.cuda.compat import LAUNCH_OPTIONS, wait_for_inputs
+from diptych.kernels.cuda.compat import supports_dependent_launch, wait_for_inputs
 
 _BLOCK = 1024
 
@@ -44,5 +44,5 @@ def gated(x: torch.Tensor, *, out: torch.Tensor, kind: Literal["silu", "gelu_tan
         IS_GELU=kind == "gelu_tanh",
         BLOCK=_BLOCK,
         num_warps=4,
-        **LAUNCH_OPTIONS,
+        launch_pdl=supports_dependent_launch(x.device),
     )

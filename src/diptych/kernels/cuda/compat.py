@@ -2,7 +2,8 @@
 
 With PDL a kernel may start while the one before it in the stream drains; it must then wait before it touches anything
 that another kernel has written. Every kernel of this package calls `wait_for_inputs` once, before its first access to
-anything but weights, and is launched with `LAUNCH_OPTIONS`.
+anything but weights, and is launched with it where
+`supports_dependent_launch`.
 
 Triton compiles a kernel again for pointers that are not aligned to 16 bytes. Pointers to a step's numbers come out of
 one upload and are aligned by chance, so kernels declare that they do not care: nothing is compiled while serving.
@@ -10,12 +11,23 @@ one upload and are aligned by chance, so kernels declare that they do not care: 
 
 from __future__ import annotations
 
-from typing import Final
+from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 
-LAUNCH_OPTIONS: Final[dict[str, bool]] = {"launch_pdl": True}
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few elsewhere, where the kernels run in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache
+def supports_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may start before the one in front of them has finished: on Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.kernels.cuda.compat import wait_for_inputs
-from diptych.kernels.cuda.row_linear import supports_dependent_launch
+from diptych.kernels.cuda.compat import processors, supports_dependent_launch, wait_for_inputs
 
 PLAN_HEADER = 4
 """int32 words before the shares of a plan: tiles of a share, then padding."""
@@ -350,14 +349,13 @@ def decode_workspace(
     max_rows: int, *, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
     """A workspace for up to `max_rows` sequences. Layers of different windows need one each."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    programs, ratio = MAX_PER_PROCESSOR * processors, num_heads // num_kv_heads
+    programs, ratio = MAX_PER_PROCESSOR * processors(device), num_heads // num_kv_heads
     return DecodeWorkspace(
         plan=torch.zeros(PLAN_HEADER + SHARE_WORDS * programs, dtype=torch.int32, device=device),
         partial_values=torch.zeros(2 * programs, ratio, head_dim, dtype=torch.float32, device=device),
         partial_scales=torch.zeros(2 * programs, 2, ratio, dtype=torch.float32, device=device),
         arrived=torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device),
-        processors=processors,
+        processors=processors(device),
     )
 
 

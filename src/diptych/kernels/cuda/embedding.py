@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.kernels.cuda.compat import LAUNCH_OPTIONS, wait_for_inputs
+from diptych.kernels.cuda.compat import supports_dependent_launch, wait_for_inputs
 
 _BLOCK = 1024
 
@@ -67,5 +67,5 @@ def embed(
         SIZE=size,
         BLOCK=_BLOCK,
         num_warps=4,
-        **LAUNCH_OPTIONS,
+        launch_pdl=supports_dependent_launch(token_ids.device),
     )

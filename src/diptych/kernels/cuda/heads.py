@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.kernels.cuda.compat import LAUNCH_OPTIONS, wait_for_inputs
+from diptych.kernels.cuda.compat import supports_dependent_launch, wait_for_inputs
 
 _ROWS = 32  # heads of several tokens that one program takes when there are many tokens
 _MANY_TOKENS = 512
@@ -66,7 +66,7 @@ def rotary_table(
         HALF=half,
         BLOCK=triton.next_power_of_2(half),
         num_warps=1,
-        **LAUNCH_OPTIONS,
+        launch_pdl=supports_dependent_launch(positions.device),
     )
 
 
@@ -219,5 +219,5 @@ def prepare_heads(
         HEADS=heads,
         BLOCK=block,
         num_warps=max(1, min(8, tokens * heads * block // 256)),
-        **LAUNCH_OPTIONS,
+        launch_pdl=supports_dependent_launch(projected.device),
     )

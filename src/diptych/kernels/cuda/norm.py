@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.kernels.cuda.compat import LAUNCH_OPTIONS, wait_for_inputs
+from diptych.kernels.cuda.compat import supports_dependent_launch, wait_for_inputs
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _launch(
         SIZE=size,
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),  # 16 bytes a thread in bfloat16
-        **LAUNCH_OPTIONS,
+        launch_pdl=supports_dependent_launch(hidden.device),
     )
 
 

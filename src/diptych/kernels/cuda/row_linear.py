@@ -7,13 +7,12 @@ together; with a gate, the first half of them are gate rows and the second half 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from diptych.kernels.cuda.compat import wait_for_inputs
+from diptych.kernels.cuda.compat import processors, supports_dependent_launch, wait_for_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +166,6 @@ def _row_kernel(
         tile = next_tile
 
 
-@lru_cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few elsewhere, where the kernels run in Triton's interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-@lru_cache
-def supports_dependent_launch(device: torch.device) -> bool:
-    """Whether kernels may start before the one in front of them has finished: on Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def launch_row(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -194,7 +181,7 @@ def launch_row(
     """Multiply one row; arguments as small_linear's."""
     num_outputs = weight.shape[0] // (1 if gate is None else 2)
     num_units = triton.cdiv(num_outputs, config.rows // (1 if gate is None else 2))
-    _row_kernel[(min(num_units, config.per_processor * _processors(x.device)) or num_units,)](
+    _row_kernel[(min(num_units, config.per_processor * processors(x.device)) or num_units,)](
         x,
         weight,
         out,

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.kernels.cuda.compat import LAUNCH_OPTIONS, wait_for_inputs
+from diptych.kernels.cuda.compat import supports_dependent_launch, wait_for_inputs
 from diptych.kernels.cuda.truncation import CHUNK, draw, find_cut, key_of, lower_bound, store_kept, value_of
 
 _BLOCK = 4096  # tokens that a program of the first kernel looks at
@@ -87,7 +87,7 @@ def argmax_rows(logits: torch.Tensor, *, out: torch.Tensor, workspace: torch.Ten
         SPLIT=split,
         BLOCK=block,
         num_warps=max(4, block // 512),
-        **LAUNCH_OPTIONS,
+        launch_pdl=supports_dependent_launch(logits.device),
     )
     _finish_argmax_kernel[(num_rows,)](
         workspace,
@@ -95,7 +95,7 @@ def argmax_rows(logits: torch.Tensor, *, out: torch.Tensor, workspace: torch.Ten
         NUM_SPLITS=num_splits,
         BLOCK=triton.next_power_of_2(num_splits),
         num_warps=1,
-        **LAUNCH_OPTIONS,
+        launch_pdl=supports_dependent_launch(logits.device),
     )
 
 
@@ -272,7 +272,7 @@ def sample_rows(
     assert num_rows * num_chunks <= words.shape[1], "the workspace is for fewer rows"
     maxima, sums, above = words[:3].view(torch.float32)
     grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
-    shape = {"VOCAB_SIZE": vocab_size, "NUM_CHUNKS": num_chunks, **LAUNCH_OPTIONS}
+    shape = {"VOCAB_SIZE": vocab_size, "NUM_CHUNKS": num_chunks, "launch_pdl": supports_dependent_launch(logits.device)}
     _chunks_kernel[grid](logits, temperature, maxima, sums, logits.stride(0), BLOCK=_BLOCK, num_warps=8, **shape)
     _draw_kernel[(num_rows,)](
         logits,
@@ -310,5 +310,12 @@ def store_last(tokens: torch.Tensor, slots: torch.Tensor, *, last_tokens: torch.
     """
     num_rows = tokens.shape[0]
     _store_last_kernel[(triton.cdiv(num_rows, 256),)](
-        tokens, slots, last_tokens, num_rows, last_tokens.shape[0], BLOCK=256, num_warps=4, **LAUNCH_OPTIONS
+        tokens,
+        slots,
+        last_tokens,
+        num_rows,
+        last_tokens.shape[0],
+        BLOCK=256,
+        num_warps=4,
+        launch_pdl=supports_dependent_launch(tokens.device),
     )

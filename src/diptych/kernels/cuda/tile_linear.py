@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.kernels.cuda.compat import wait_for_inputs
-from diptych.kernels.cuda.row_linear import activate, supports_dependent_launch, weight_rows
+from diptych.kernels.cuda.compat import supports_dependent_launch, wait_for_inputs
+from diptych.kernels.cuda.row_linear import activate, weight_rows
 
 
 @dataclass(frozen=True, slots=True)
