@@ -372,13 +372,14 @@ async def test_it_learns_which_prompts_decode_serves_faster_alone(engine_of, rou
     prefill, decode = await engine_of("prefill"), await engine_of("decode")
 
     async def slower_as_a_pair(request, body):
-        await asyncio.sleep(0.02 if "bootstrap_host" in body else 0.0)
+        # Far longer than a busy machine delays an answer by itself.
+        await asyncio.sleep(0.15 if "bootstrap_host" in body else 0.0)
         return stream([b"data: {}\n\n", b"data: [DONE]\n\n"], pause_s=0.0)
 
     decode.script = slower_as_a_pair
     async with route_to(prefill, decode, learn_local_prefill=True) as router:
         assert router.state.pool.local_prefill_tokens == 0
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while router.state.pool.local_prefill_tokens < 16:
                 await router.http.post("/v1/completions", json={"prompt": [1] * 10, "stream": True})
         monkeypatch.setattr("diptych.router.learning.EXPLORE", 0.0)
