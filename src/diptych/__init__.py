@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from diptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
     from diptych.core.request import SamplingParams
+    from diptych.models.named_tensors import FlattenedBucket
     from diptych.offline import LLM, Engine
+    from diptych.parallel.weights_group import WeightsGroup
 
 __version__ = "0.1.0"
 
@@ -17,17 +19,21 @@ __all__ = [
     "CacheConfig",
     "Engine",
     "EngineConfig",
+    "FlattenedBucket",
     "ModelConfig",
     "SamplingParams",
     "SchedulerConfig",
     "ServerConfig",
+    "WeightsGroup",
     "__version__",
 ]
 
 _OWNERS = {
     "LLM": "diptych.offline",
     "Engine": "diptych.offline",
+    "FlattenedBucket": "diptych.models.named_tensors",
     "SamplingParams": "diptych.core.request",
+    "WeightsGroup": "diptych.parallel.weights_group",
     "CacheConfig": "diptych.config",
     "EngineConfig": "diptych.config",
     "ModelConfig": "diptych.config",

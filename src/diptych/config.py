@@ -49,7 +49,7 @@ class CacheConfig:
     page_size: int = 16
     """Tokens in one KV page."""
     kv_cache_memory: str | None = None
-    """KV pool size, such as "2GiB"; default: a share of free memory."""
+    """KV pool size of each rank, such as "2GiB"; default: a share of free memory."""
     mem_fraction: float | None = None
     """On a CPU, the share of the memory free after loading that the KV pool may take (default 0.5); on a GPU, the share
     of its memory that the engine may take in all (default 0.9). kv_cache_memory overrides it."""
@@ -70,7 +70,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None
     """Token budget of a step, which also bounds prefill chunks; default 1024 on a CPU, 8192 on a GPU."""
     max_inflight_steps: int | None = None
-    """Steps submitted before the oldest one's tokens are read: 1 synchronous, 2 overlapped (the default)."""
+    """Steps submitted before the oldest one's tokens are read: 1 synchronous, 2 overlapped (the default),
+    pp_size with pipeline stages (then the default, and each sequence is in one of them)."""
     schedule_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of the waiting queue; "priority" runs higher Request.priority first, first come first served within one."""
     max_queued_requests: int = 1024
@@ -79,6 +80,69 @@ class SchedulerConfig:
     """Seconds after which a request without a deadline of its own is ended; default: never."""
     check_invariants: bool = False
     """Check the page books after every step instead of only when idle (slow; for tests)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Over how many ranks (processes, each with a device of its own) one engine is spread: tp_size x pp_size."""
+
+    tp_size: int = 1
+    """Ranks that share every layer: each holds a slice of its weights (also --tp, --tensor-parallel-size)."""
+    pp_size: int = 1
+    """Pipeline stages, each with its part of the layers on tp_size ranks (also --pp, --pipeline-parallel-size)."""
+    dp_size: int = 1
+    """Groups into which attention divides a stage's ranks, each with sequences of its own; divides tp_size (also --dp,
+    --data-parallel-size)."""
+    ep_size: int = 1
+    """Ranks of a stage that hold different experts of a mixture; divides tp_size (also --ep,
+    --expert-parallel-size)."""
+    nnodes: int | None = None
+    """Machines over which the ranks are spread evenly, in order; default: one, or what LeaderWorkerSet says."""
+    node_rank: int | None = None
+    """Which of them this is; node 0 serves HTTP, the others only compute. Default: 0, or what LeaderWorkerSet says."""
+    dist_init_addr: str | None = None
+    """host:port of node 0, where the others find it; the next port is used, too. The same on every node."""
+    dist_timeout: float = 120.0
+    """Seconds that a rank waits for another that lives; a dead or stopped one is noticed at once."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the engine, on all nodes."""
+        return self.tp_size * self.pp_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Guessing several tokens and verifying them in one step; the output is the same without."""
+
+    speculative_algorithm: Literal["none", "NGRAM", "STANDALONE", "EAGLE"] = "none"
+    """Who guesses. NGRAM: what followed the last tokens when they occurred before in prompt or output. STANDALONE: a
+    smaller model with the same vocabulary. EAGLE: a head trained for the model, fed with its hidden states."""
+    speculative_draft_model_path: str | None = None
+    """The smaller model: Hugging Face folder, GGUF file or "demo"; or the folder of the EAGLE head."""
+    speculative_num_draft_tokens: int = 5
+    """Tokens guessed for a sequence in one step at most."""
+    speculative_adaptive: bool = True
+    """Guess fewer, or none, where acceptance and load say that it does not pay."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is guessed."""
+        return self.speculative_algorithm != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on top of the model."""
+
+    lora_paths: tuple[str, ...] = ()
+    """Adapters to load at start: name=folder, a folder alone (then also its name), or JSON with lora_name, lora_path
+    and pinned (also --lora-modules)."""
+    max_loras: int = 8
+    """Different adapters in one step, which is what has a place on the device; more may be loaded. 0: none (also
+    --max-loras-per-batch)."""
+    max_lora_rank: int = 64
+    """Largest rank of an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +169,9 @@ class TransferConfig:
     """Seconds that one side of a room waits for the other."""
     transfer_timeout: float = 120.0
     """Seconds from asking for a prompt to having its KV."""
+    write_timeout: float = 5.0
+    """Seconds beyond what its size can take at all after which a posted write is taken for stuck, and its room given
+    up."""
     heartbeat_interval: float = 0.5
     """Seconds between signs of life to a peer."""
     heartbeat_timeout: float = 2.0
@@ -150,5 +217,8 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -16,6 +16,26 @@ import msgspec
 from diptych.config import EngineConfig
 from diptych.errors import ConfigError
 
+# Other names under which users know a field.
+ALIASES = {
+    "tp": "tp_size",
+    "tensor_parallel_size": "tp_size",
+    "pp": "pp_size",
+    "pipeline_parallel_size": "pp_size",
+    "dp": "dp_size",
+    "data_parallel_size": "dp_size",
+    "ep": "ep_size",
+    "expert_parallel_size": "ep_size",
+    "lora_modules": "lora_paths",
+    "max_loras_per_batch": "max_loras",
+}
+
+
+def field_name(key: object) -> str:
+    """A key as the field that it means is called: with underscores, and not by another name."""
+    name = str(key).replace("-", "_")
+    return ALIASES.get(name, name)
+
 
 def section_fields() -> dict[str, tuple[str, ...]]:
     """Section of EngineConfig -> names of its fields."""
@@ -45,14 +65,14 @@ def _sorted_into_sections(tree: Mapping[Any, Any], origin: str) -> dict[str, dic
         values[section][name] = value
 
     for key, value in tree.items():
-        name = str(key).replace("-", "_")
+        name = field_name(key)
         if name in owner_of:
             place(owner_of[name], name, value)
         elif name in sections:
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{origin}: {key} is a section of {', '.join(sections[name])}; got {value!r}")
             for inner_key, inner_value in value.items():
-                inner = str(inner_key).replace("-", "_")
+                inner = field_name(inner_key)
                 if inner not in sections[name]:
                     raise _unknown_key(origin, f"{key}.{inner_key}", inner, sections[name])
                 place(name, inner, inner_value)

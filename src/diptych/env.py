@@ -76,3 +76,8 @@ def api_key() -> str | None:
 def cluster_key() -> str | None:
     """Secret that all engines share; None if the variable is unset or empty."""
     return os.environ.get("DIPTYCH_CLUSTER_KEY") or None
+
+
+def of_child(**additions: str) -> dict[str, str]:
+    """The environment of a process to be started: this one's, and some variables besides."""
+    return {**os.environ, **additions}

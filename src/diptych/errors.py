@@ -5,6 +5,7 @@
     +-- RequestError           one request is wrong (4xx); the engine goes on
     |   +-- PromptTooLong
     |   +-- UnknownModel
+    |   +-- AdapterError
     |   +-- Unsupported
     +-- Overloaded             the queue is full; the client should come back (503)
     +-- Unavailable            the engine is starting, draining or gone (503)
@@ -22,6 +23,8 @@ Request-scoped errors never stop the engine, engine-scoped ones always do, and e
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 
 class DiptychError(Exception):
@@ -65,6 +68,12 @@ class UnknownModel(RequestError):
 
     status = 404
     code = "model_not_found"
+
+
+class AdapterError(RequestError):
+    """An adapter cannot be loaded or unloaded; nothing has changed."""
+
+    code = "adapter_refused"
 
 
 class Unsupported(RequestError):
@@ -152,3 +161,18 @@ class InvariantError(DiptychError):
     """A state that must not happen: a bug in Diptych, please report it."""
 
     code = "invariant_violated"
+
+
+def error_of_kind(kind: str, message: str, param: str | None = None) -> DiptychError:
+    """The exception that a message names by class; an unknown kind is a plain DiptychError.
+
+    Args: param: the offending field, kept where the class has one.
+    """
+    found = next((each for each in _kinds(DiptychError) if each.__name__ == kind), DiptychError)
+    return found(message, param) if issubclass(found, RequestError) else found(message)
+
+
+def _kinds(root: type[DiptychError]) -> Iterator[type[DiptychError]]:
+    yield root
+    for kind in root.__subclasses__():
+        yield from _kinds(kind)

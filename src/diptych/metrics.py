@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
+from diptych.core.batch import Speculation
 from diptych.core.messages import EngineInfo, EngineLoad, TransferLoad
 
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
@@ -50,6 +51,20 @@ def kv_usage(load: EngineLoad) -> float:
 def cache_hit_rate(load: EngineLoad) -> float:
     """Share of the prompt tokens looked up in the prefix cache that it held, since the engine started."""
     return _ratio(load.cached_tokens_total, load.prefix_queries_total)
+
+
+def accept_length(load: EngineLoad) -> float:
+    """Mean tokens that a row with drafts yielded, its own one included; 0 without any."""
+    return _speculation_of(load).accept_length
+
+
+def accept_rate(load: EngineLoad) -> float:
+    """Share of the drafts that were accepted."""
+    return _speculation_of(load).accept_rate
+
+
+def _speculation_of(load: EngineLoad) -> Speculation:
+    return Speculation(load.verifications_total, load.drafts_total, load.accepted_drafts_total)
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,25 @@ _READINGS = (
         lambda load: load.retractions_total,
         True,
     ),
+    _Reading(
+        "spec_decode_num_drafts",
+        "spec_verify_calls",
+        "Rows that verified drafts.",
+        lambda load: load.verifications_total,
+        True,
+    ),
+    _Reading(
+        "spec_decode_num_draft_tokens", "spec_draft_tokens", "Tokens drafted.", lambda load: load.drafts_total, True
+    ),
+    _Reading(
+        "spec_decode_num_accepted_tokens",
+        "spec_accepted_tokens",
+        "Drafts accepted.",
+        lambda load: load.accepted_drafts_total,
+        True,
+    ),
+    _Reading(None, "spec_accept_length", "Mean tokens of a row that verified drafts.", accept_length),
+    _Reading(None, "spec_accept_rate", "Share of the drafts that were accepted.", accept_rate),
     _Reading("engine_steps", "engine_steps", "Steps that the engine ran.", lambda load: load.steps_total, True),
     _Reading(
         "engine_host_seconds",

@@ -9,30 +9,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import zmq
 
 from diptych.config import EngineConfig
 from diptych.config_tree import config_from_tree
-from diptych.core.batch import TokenLogprobs
+from diptych.core.batch import Speculation, TokenLogprobs
+from diptych.core.calls import JoinWeightsGroup
 from diptych.core.channel import Channel, open_socket
-from diptych.core.messages import EngineInfo, EngineLoad, FromEngine, ToEngine
+from diptych.core.messages import EngineInfo, EngineLoad, FromEngine, InFlight, ToEngine
 from diptych.core.request import SamplingParams
 from diptych.engine.engine import EngineCore
-from diptych.engine.executor import InProcessExecutor
+from diptych.engine.multi_process import create_executor
 from diptych.errors import RequestError
 from diptych.metrics import ServerMetrics
 from diptych.resolve import resolve
+from diptych.server.adapters import ServedAdapters
 from diptych.server.bodies import validated
 from diptych.server.client import EngineClient
 from diptych.server.generation import Generation, GenerationOptions, GenerationService, run_all
 from diptych.server.native import NativeAnswer
 from diptych.server.schemas import GenerateRequest
 from diptych.server.token_texts import TokenTexts
+from diptych.server.upkeep import MEMORY_TAGS, EngineUpkeep, LoadFormat, float_values, new_update_id
 from diptych.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from diptych.models.named_tensors import FlattenedBucket
 
 Result = TypeVar("Result")
 Prompt = str | list[int]
@@ -41,7 +47,7 @@ Prompt = str | list[int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One generated sequence. finish_reason: "stop", "length" or "abort". matched_stop: the stop string or token that
-    ended it.
+    ended it. speculation: what drafts have brought; None where none were verified.
     """
 
     prompt_token_ids: list[int]
@@ -52,6 +58,7 @@ class Completion:
     cached_tokens: int
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs]
+    speculation: Speculation | None = None
 
 
 class InProcessEngine:
@@ -67,7 +74,7 @@ class InProcessEngine:
         channel: Channel[FromEngine, ToEngine] = Channel(
             open_socket(self._context, "inproc://engine", bind=False), ToEngine
         )
-        core = EngineCore(self.config, InProcessExecutor(self.config), channel)
+        core = EngineCore(self.config, create_executor(self.config), channel)
         self._engine_thread = threading.Thread(target=core.run, name="diptych-engine", daemon=True)
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="diptych-text", daemon=True)
@@ -75,16 +82,19 @@ class InProcessEngine:
         self._engine_thread.start()
         self._loop_thread.start()
         try:
-            self.info: EngineInfo = self.call(self._client.start())
+            info = self.call(self._client.start())
             model = self.config.model
             tokenizer = load_tokenizer(model.model_path, model.tokenizer_path)
+            adapters = ServedAdapters(self._client, self.config)
+            self.call(adapters.load_configured())
         except BaseException:
             self.shutdown()
             raise
         metrics = ServerMetrics(self.config.server.metrics_prefix, "")
         self.service = GenerationService(
-            self._client, self.info, tokenizer, TokenTexts(tokenizer), metrics, self.config
+            self._client, info, tokenizer, TokenTexts(tokenizer), metrics, self.config, served_adapters=adapters
         )
+        self._client.on_change = self._note_change
 
     def call(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the engine's event loop and wait for it; Ctrl-C cancels it."""
@@ -102,6 +112,45 @@ class InProcessEngine:
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False while requests run."""
         return self.call(self._client.flush_cache()).ok
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is served now."""
+        return self.service.info
+
+    @property
+    def upkeep(self) -> EngineUpkeep:
+        """What is done to weights and memory; its coroutines run through `call`."""
+        return EngineUpkeep(self._client)
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | FlattenedBucket,
+        *,
+        in_flight: InFlight,
+        weight_version: str | None,
+    ) -> int:
+        """Compute with these torch tensors, as `Engine` says."""
+        # Imported here: only whoever has tensors has torch already.
+        from diptych.models.named_tensors import as_bytes
+
+        upkeep, update_id = self.upkeep, new_update_id()
+        self.call(upkeep.stage(update_id, as_bytes(named_tensors)))
+        return self.call(upkeep.commit(update_id, in_flight, weight_version))
+
+    def _note_change(self, info: EngineInfo) -> None:
+        self.service.info = info
+
+    def load_lora_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
+        """Load an adapter in PEFT's format while requests run; pinned: once on the device, it stays there.
+
+        Raises: AdapterError saying what is wrong with it; then nothing has changed.
+        """
+        self.call(self.service.adapters.load(name, path, pinned=pinned))
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Unload an adapter as soon as its running requests have ended. Raises: UnknownModel."""
+        self.call(self.service.adapters.unload(name))
 
     def load(self) -> EngineLoad:
         """Gauges and totals of the engine."""
@@ -171,12 +220,114 @@ class Engine:
         """Empty the prefix cache; False while requests run."""
         return self._engine.flush_cache()
 
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """Load an adapter (a PEFT folder), to be named by `lora_path=lora_name`. Raises: AdapterError."""
+        self._engine.load_lora_adapter(lora_name, lora_path, pinned=pinned)
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload an adapter as soon as its running requests have ended. Raises: UnknownModel."""
+        self._engine.unload_lora_adapter(lora_name)
+
     def get_server_info(self) -> dict[str, Any]:
         """What is served, and the load now."""
         info, load = self._engine.info, self._engine.load()
         return {name: getattr(info, name) for name in info.__struct_fields__} | {
             name: getattr(load, name) for name in load.__struct_fields__
         }
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | FlattenedBucket,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        *,
+        in_flight: InFlight = "wait",
+        weight_version: str | None = None,
+    ) -> int:
+        """Compute with these weights: torch tensors under their Hugging Face names, whole, all or some of the model's.
+
+        named_tensors: pairs of name and tensor on any device (copied through host memory), or a bucket as
+        `FlattenedBucket.of` makes it. in_flight: what becomes of requests in flight ("wait", "abort", "keep",
+        "retract"). The prefix cache is emptied in any case. Returns: how many requests were in flight. Raises:
+        RequestError naming a tensor that does not fit; then nothing has changed.
+        """
+        return self._engine.update_weights_from_tensor(
+            named_tensors, in_flight=in_flight, weight_version=weight_version
+        )
+
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        load_format: LoadFormat | None = None,
+        *,
+        in_flight: InFlight = "wait",
+        weight_version: str | None = None,
+    ) -> int:
+        """Compute with another checkpoint of the same model. As `update_weights_from_tensor`."""
+        return self._engine.call(
+            self._engine.upkeep.update_from_disk(
+                model_path, load_format or "auto", in_flight=in_flight, weight_version=weight_version
+            )
+        )
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "gloo",
+        *,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Meet a trainer, who is rank 0 of `diptych.WeightsGroup` with the same arguments. Raises: Unavailable."""
+        call = JoinWeightsGroup(group_name, master_address, master_port, rank_offset, world_size, backend, timeout_s)
+        self._engine.call(self._engine.upkeep.join_group(call))
+
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """Part from that trainer."""
+        self._engine.call(self._engine.upkeep.leave_group(group_name))
+
+    def update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[tuple[int, ...]],
+        group_name: str = "weight_update_group",
+        *,
+        in_flight: InFlight = "wait",
+        weight_version: str | None = None,
+    ) -> int:
+        """Compute with tensors that the trainer broadcasts, in this order. As `update_weights_from_tensor`."""
+        upkeep, update_id = self._engine.upkeep, new_update_id()
+        dtypes = [dtype.removeprefix("torch.") for dtype in dtypes]
+        self._engine.call(upkeep.receive(update_id, group_name, names=names, dtypes=dtypes, shapes=shapes))
+        return self._engine.call(upkeep.commit(update_id, in_flight, weight_version))
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """The first rows of a tensor, as the model computes with it, as nested lists. Raises: RequestError."""
+        (tensor,) = self._engine.call(self._engine.upkeep.read([name], truncate_size))
+        rows: list[Any] = float_values(tensor).tolist()
+        return rows
+
+    def pause_generation(self, mode: InFlight = "abort") -> None:
+        """Hold new requests, and plan no steps; those in flight are aborted, finished first, kept or retracted."""
+        self._engine.call(self._engine.upkeep.pause(mode))
+
+    def continue_generation(self) -> None:
+        """End a pause."""
+        self._engine.call(self._engine.upkeep.resume_generation())
+
+    def release_memory_occupation(
+        self, tags: Sequence[str] = MEMORY_TAGS, *, in_flight: Literal["wait", "abort"] = "wait"
+    ) -> None:
+        """Return the memory of "weights" and "kv_cache" to the system; requests are refused until it is resumed."""
+        self._engine.call(self._engine.upkeep.release(tags, in_flight))
+
+    def resume_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Have released memory again: the weights as they were, the prefix cache empty."""
+        self._engine.call(self._engine.upkeep.resume(tags))
 
     def shutdown(self) -> None:
         """Abort what runs and free the model."""
@@ -250,30 +401,47 @@ class LLM:
         """Empty the prefix cache."""
         return self._engine.flush_cache()
 
+    def load_lora_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
+        """Load an adapter (a PEFT folder), to be named in `generate`. Raises: AdapterError."""
+        self._engine.load_lora_adapter(name, path, pinned=pinned)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Unload an adapter as soon as its running requests have ended. Raises: UnknownModel."""
+        self._engine.unload_lora_adapter(name)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapters: str | Sequence[str] = "",
     ) -> list[Completion]:
         """Generate for all prompts (texts or token ids) together; one SamplingParams for all, or one each.
 
-        `max_tokens` left out means 16. Raises: RequestError if one does not fit; then none has been generated.
+        `max_tokens` left out means 16. adapters: the loaded adapter to use, one for all or one each; "" for none.
+        Raises: RequestError if one does not fit; then none has been generated.
         """
         many = [prompts] if _is_single(prompts) else list(prompts)
         each = [sampling or SamplingParams()] * len(many) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(many):
             raise RequestError(f"{len(each)} SamplingParams for {len(many)} prompts", param="sampling")
-        return self._engine.call(self._generate(many, each))  # type: ignore[arg-type]
+        names = [adapters] * len(many) if isinstance(adapters, str) else list(adapters)
+        if len(names) != len(many):
+            raise RequestError(f"{len(names)} adapters for {len(many)} prompts", param="adapters")
+        return self._engine.call(self._generate(many, each, names))  # type: ignore[arg-type]
 
-    async def _generate(self, prompts: list[Prompt], sampling: list[SamplingParams]) -> list[Completion]:
+    async def _generate(
+        self, prompts: list[Prompt], sampling: list[SamplingParams], adapters: list[str]
+    ) -> list[Completion]:
         service = self._engine.service
         generations = []
-        for prompt, params in zip(prompts, sampling, strict=True):
+        for prompt, params, adapter in zip(prompts, sampling, adapters, strict=True):
             token_ids = (
                 await service.encode(prompt) if isinstance(prompt, str) else service.check_token_ids(prompt, "prompt")
             )
             await service.check_grammar(params.grammar)
-            generations += service.submit(token_ids, params, GenerationOptions(default_max_tokens=16))
+            options = GenerationOptions(default_max_tokens=16, adapter=adapter)
+            generations += service.submit(token_ids, params, options)
         await run_all(generations)
         return [_completion(generation) for generation in generations]
 
@@ -302,4 +470,5 @@ def _completion(generation: Generation) -> Completion:
         cached_tokens=generation.cached_tokens,
         logprobs=generation.logprobs,
         prompt_logprobs=generation.prompt_logprobs,
+        speculation=generation.speculation,
     )

@@ -14,9 +14,19 @@ from pathlib import Path
 import msgspec
 
 from diptych import env
-from diptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
+from diptych.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TransferConfig,
+)
 from diptych.demo import DEMO_NAME, demo_model_path
 from diptych.errors import ConfigError
+from diptych.lora_paths import parse_lora_paths
+from diptych.parallel.mesh import MeshSizes, Placement, place
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +87,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if config.transfer.cluster_key is None:
         config = replace(config, transfer=replace(config.transfer, cluster_key=env.cluster_key()))
     validate(config)
+    parallel = _resolve_parallel(config)
     model = _resolve_paths(config.model)
     server = config.server
     if server.served_model_name is None:
@@ -85,7 +96,12 @@ def resolve(config: EngineConfig) -> EngineConfig:
         server = replace(server, api_key=env.api_key())
     if server.api_key is None and not _is_loopback(server.host):
         logger.warning("listening on %s without an API key: anyone who reaches the port can use the model", server.host)
-    return replace(config, model=model, server=server)
+    speculative = config.speculative
+    if speculative.speculative_draft_model_path == DEMO_NAME:
+        speculative = replace(speculative, speculative_draft_model_path=str(demo_model_path()))
+    # Adapters do not go together with data-parallel groups: no place for any.
+    lora = config.lora if parallel.dp_size == 1 else replace(config.lora, max_loras=0)
+    return replace(config, model=model, parallel=parallel, lora=lora, speculative=speculative, server=server)
 
 
 def validate(config: EngineConfig) -> None:
@@ -97,6 +113,11 @@ def validate(config: EngineConfig) -> None:
     _validate_model(config.model)
     _validate_cache(config.cache)
     _validate_scheduler(config.scheduler)
+    _validate_parallel(config)
+    _validate_speculative(config)
+    _at_least("max_loras", config.lora.max_loras, 0)
+    _at_least("max_lora_rank", config.lora.max_lora_rank, 1)
+    parse_lora_paths(config.lora.lora_paths)
     _validate_transfer(config.transfer)
     _validate_server(config.server)
 
@@ -126,6 +147,103 @@ def _validate_scheduler(config: SchedulerConfig) -> None:
     _at_least("max_queued_requests", config.max_queued_requests, 1)
     if config.request_timeout is not None and not config.request_timeout > 0:
         raise ConfigError(f"request_timeout must be above 0 seconds, got {config.request_timeout}")
+
+
+def mesh_sizes(config: ParallelConfig) -> MeshSizes:
+    """How many ways each axis divides the work. Raises: ConfigError."""
+    return MeshSizes(tp=config.tp_size, pp=config.pp_size, dp=config.dp_size, ep=config.ep_size)
+
+
+def data_parallel_ranks(config: ParallelConfig) -> list[list[int]]:
+    """The ranks that work on the same sequences, of every stage, for each data-parallel group."""
+    group_size = config.tp_size // config.dp_size
+    return [
+        [rank for rank in range(config.world_size) if rank % config.tp_size // group_size == group]
+        for group in range(config.dp_size)
+    ]
+
+
+def placement(config: ParallelConfig) -> Placement:
+    """On which node each rank runs. Args: config: resolved."""
+    return Placement(
+        world=config.world_size,
+        nnodes=config.nnodes or 1,
+        node_rank=config.node_rank or 0,
+        init_addr=config.dist_init_addr,
+    )
+
+
+def _validate_parallel(config: EngineConfig) -> None:
+    parallel = config.parallel
+    mesh_sizes(parallel)
+    if not 1.0 <= parallel.dist_timeout < float("inf"):
+        raise ConfigError(f"dist_timeout must be at least 1 second, got {parallel.dist_timeout}")
+    if parallel.dp_size > 1:
+        _validate_groups(config)
+
+
+def _validate_groups(config: EngineConfig) -> None:
+    """What does not go together with data-parallel groups."""
+    size, depth = config.parallel.dp_size, config.scheduler.max_inflight_steps
+    if config.parallel.pp_size > 1:
+        raise ConfigError(f"dp_size {size} with pp_size {config.parallel.pp_size} is not served; use one or the other")
+    if config.speculative.is_on:
+        raise ConfigError(f"speculation with dp_size {size} is not served; use dp_size 1")
+    if config.lora.lora_paths:
+        raise ConfigError(f"adapters with dp_size {size} are not served; use dp_size 1")
+    if depth not in (None, 1):
+        raise ConfigError(f"max_inflight_steps is {depth}, but dp_size {size} takes one step at a time; leave it out")
+
+
+def _resolve_parallel(config: EngineConfig) -> ParallelConfig:
+    """The same, with what LeaderWorkerSet's variables say filled in. Raises: ConfigError."""
+    parallel = config.parallel
+    where = place(
+        parallel.world_size,
+        nnodes=parallel.nnodes,
+        node_rank=parallel.node_rank,
+        init_addr=parallel.dist_init_addr,
+        group=env.leader_worker_set(),
+    )
+    if where.nnodes > 1:
+        host = _host_of(where.init_addr or "")
+        if config.transfer.cluster_key is None and not _is_loopback(host):
+            raise ConfigError(
+                f"dist_init_addr names {host}, which others can reach: set --cluster-key (or DIPTYCH_CLUSTER_KEY), the "
+                "same on all nodes"
+            )
+    return replace(parallel, nnodes=where.nnodes, node_rank=where.node_rank, dist_init_addr=where.init_addr)
+
+
+def _host_of(address: str) -> str:
+    """The host of "host:port". Raises: ConfigError for anything else."""
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal() and 1 <= int(port) < 65535):
+        raise ConfigError(f"dist_init_addr must be host:port, with a port from 1 to 65534, got {address!r}")
+    return host.removeprefix("[").removesuffix("]")
+
+
+def _validate_speculative(config: EngineConfig) -> None:
+    speculative, depth = config.speculative, config.scheduler.max_inflight_steps
+    _at_least("speculative_num_draft_tokens", speculative.speculative_num_draft_tokens, 1)
+    needs_path = speculative.speculative_algorithm in ("STANDALONE", "EAGLE")
+    if needs_path != (speculative.speculative_draft_model_path is not None):
+        raise ConfigError(
+            f"speculative_algorithm {speculative.speculative_algorithm} "
+            + ("needs" if needs_path else "has no use for")
+            + " a speculative_draft_model_path"
+        )
+    if not speculative.is_on:
+        return
+    if depth not in (None, 1):
+        raise ConfigError(
+            f"max_inflight_steps is {depth}, but how many tokens a step with speculation yields is known only when it "
+            "is over; leave it out, or use 1"
+        )
+    if config.parallel.pp_size > 1:
+        raise ConfigError(f"speculation is not served over {config.parallel.pp_size} pipeline stages; use pp_size 1")
+    if config.parallel.dp_size > 1:
+        raise ConfigError(f"speculation is not served over {config.parallel.dp_size} attention groups; use dp_size 1")
 
 
 def _validate_transfer(config: TransferConfig) -> None:

@@ -14,10 +14,12 @@ EXPORTS = [
     "CacheConfig",
     "Engine",
     "EngineConfig",
+    "FlattenedBucket",
     "ModelConfig",
     "SamplingParams",
     "SchedulerConfig",
     "ServerConfig",
+    "WeightsGroup",
     "__version__",
 ]
 

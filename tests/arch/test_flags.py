@@ -30,6 +30,21 @@ FLAGS = [
     "--max-queued-requests",
     "--request-timeout",
     "--check-invariants",
+    "--tp-size",
+    "--pp-size",
+    "--dp-size",
+    "--ep-size",
+    "--nnodes",
+    "--node-rank",
+    "--dist-init-addr",
+    "--dist-timeout",
+    "--speculative-algorithm",
+    "--speculative-draft-model-path",
+    "--speculative-num-draft-tokens",
+    "--speculative-adaptive",
+    "--lora-paths",
+    "--max-loras",
+    "--max-lora-rank",
     "--role",
     "--disaggregation-bootstrap-port",
     "--peer-host",
@@ -40,6 +55,7 @@ FLAGS = [
     "--max-rooms",
     "--room-timeout",
     "--transfer-timeout",
+    "--write-timeout",
     "--heartbeat-interval",
     "--heartbeat-timeout",
     "--cluster-key",
@@ -57,8 +73,9 @@ FLAGS = [
     "--log-requests",
 ]
 
-# 13 of them are for prefill and decode apart: where peers meet, what a deployment may wait for, and one secret.
-MAX_FLAGS = 48
+# 14 of them are for prefill and decode apart: where peers meet, what a deployment may wait for, and one secret.
+# 8 are for more than one rank, 4 for speculation, 3 for adapters.
+MAX_FLAGS = 64
 
 
 def test_flags_are_the_frozen_ones():

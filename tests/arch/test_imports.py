@@ -20,6 +20,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "diptych/models/",
         "diptych/parallel/",
         "diptych/sampling/",
+        "diptych/speculative/",
         "diptych/worker/",
     ),
     "gguf": ("diptych/gguf_", "diptych/models/", "diptych/tokenizer.py"),

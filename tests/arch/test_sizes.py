@@ -13,6 +13,7 @@ MAX_PUBLIC_METHODS = 12
 # "diptych/x.py" for a file, "diptych/x.py:Class" or "diptych/x.py:Class.method" for what is in it.
 EXCEPTIONS: frozenset[str] = frozenset(
     {
+        "diptych/offline.py:Engine",  # decisions/016
         "diptych/transfer/receiver.py:Receiver",  # decisions/010
         "diptych/transfer/sender.py:Sender",  # decisions/010
     }

@@ -22,7 +22,8 @@ LAYER = 1
 @dataclass(frozen=True)
 class Shape:
     """One problem. rows: (tokens in this step, tokens with this step's) of every sequence. filler: what the pool holds
-    where no token is; a backend that multiplies it by 0 cannot take NaN.
+    where no token is; a backend that multiplies it by 0 cannot take NaN. value_dim: of latent rows (MLA), whose first
+    elements are the values.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -35,6 +36,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     filler: float = float("nan")
+    value_dim: int | None = None
 
 
 class Problem:
@@ -48,14 +50,23 @@ class Problem:
             return torch.randn(size, generator=generator).to(shape.dtype).to(shape.device)
 
         self.keys = [random(kv_len, shape.num_kv_heads, shape.head_dim) for _, kv_len in shape.rows]
-        self.values = [random(kv_len, shape.num_kv_heads, shape.head_dim) for _, kv_len in shape.rows]
+        if shape.value_dim is None:
+            self.values = [random(kv_len, shape.num_kv_heads, shape.head_dim) for _, kv_len in shape.rows]
+        else:
+            self.values = [keys[..., : shape.value_dim] for keys in self.keys]
         self.query = random(sum(query_len for query_len, _ in shape.rows), shape.num_heads, shape.head_dim)
         num_pages = [-(-kv_len // shape.page_size) for _, kv_len in shape.rows]
         order = torch.randperm(sum(num_pages) + 3, generator=generator).tolist()
         self.pages = [[order.pop() for _ in range(count)] for count in num_pages]
         self.pool = self._filled_pool(sum(num_pages) + 3)
         self.inputs = self._inputs()
-        self.spec = AttentionSpec(layer=LAYER, scale=shape.head_dim**-0.5, window=shape.window, soft_cap=shape.soft_cap)
+        self.spec = AttentionSpec(
+            layer=LAYER,
+            scale=shape.head_dim**-0.5,
+            window=shape.window,
+            soft_cap=shape.soft_cap,
+            value_dim=shape.value_dim,
+        )
 
     def slot(self, row: int, position: int) -> int:
         return self.pages[row][position // self.shape.page_size] * self.shape.page_size + (
@@ -70,6 +81,7 @@ class Problem:
             head_dim=shape.head_dim,
             page_size=shape.page_size,
             dtype=str(shape.dtype).removeprefix("torch."),
+            is_latent=shape.value_dim is not None,
         )
         pool = KVPool(layout, num_pages, torch.device(shape.device), shape.dtype)
         pool.tensor.fill_(shape.filler)
@@ -119,6 +131,8 @@ class Problem:
         """The backend's output; K and V are strided, as slices of a fused projection are."""
         new = [slice(kv_len - query_len, kv_len) for query_len, kv_len in self.shape.rows]
         key = torch.cat([keys[part] for keys, part in zip(self.keys, new, strict=True)])
+        if self.shape.value_dim is not None:
+            return backend.forward(self.query, key, key[..., : self.shape.value_dim], self.inputs, self.spec)
         value = torch.cat([values[part] for values, part in zip(self.values, new, strict=True)])
         fused = torch.cat((self.query, key, value), dim=1)
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads

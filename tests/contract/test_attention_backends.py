@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 def check(name: str, shape: Shape, seed: int = 0) -> None:
     problem = Problem(shape, seed)
     actual = problem.run(create_attention(name, problem.pool))
-    assert actual.shape == problem.query.shape
+    assert actual.shape == (*problem.query.shape[:2], shape.value_dim or shape.head_dim)
     assert actual.dtype == shape.dtype
     tolerance = TOLERANCE[shape.dtype]
     torch.testing.assert_close(actual.float(), problem.expected(), rtol=tolerance, atol=tolerance)
@@ -56,6 +56,29 @@ def test_prompts_of_hundreds_of_tokens(name: str, rows: tuple[tuple[int, int], .
 @backends
 def test_decodes_of_very_different_lengths(name: str) -> None:
     check(name, Shape(tuple((1, kv_len) for kv_len in (3, 900, 5, 1, 450, 890, 17, 2)), head_dim=64, page_size=16))
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(16, 12), (24, 17), (576, 512)])
+def test_latent_rows(name: str, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """One row a token for keys and values of all heads; the last size is DeepSeek's."""
+    rows = (*MIXED, (90, 100), (1, 300))
+    check(name, Shape(rows, 16, 1, head_dim=sizes[0], value_dim=sizes[1], page_size=16, dtype=dtype))
+
+
+@backends
+def test_latent_rows_are_written_where_the_step_says(name: str) -> None:
+    problem = Problem(Shape(MIXED, num_kv_heads=1, value_dim=12))
+    before = problem.pool.tensor.clone()
+    problem.run(create_attention(name, problem.pool))
+    after = problem.pool.tensor
+    for row, (query_len, kv_len) in enumerate(problem.shape.rows):
+        for position in range(kv_len - query_len, kv_len):
+            page, offset = divmod(problem.slot(row, position), problem.shape.page_size)
+            assert torch.equal(after[page, LAYER, 0, offset], problem.keys[row][position])
+            before[page, LAYER, 0, offset] = after[page, LAYER, 0, offset]
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
 @backends

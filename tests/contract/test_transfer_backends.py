@@ -19,7 +19,7 @@ import pytest
 
 from diptych.errors import PeerIncompatible, PeerLost, TransferRejected
 from diptych.kv.layout import KVLayout
-from diptych.transfer.backend import MemoryRegion, TransferBackend, WriteResult
+from diptych.transfer.backend import MemoryRegion, TransferBackend, Write, WriteResult
 from diptych.transfer.loopback import LoopbackBackend, LoopbackNetwork
 from diptych.transfer.plan import Descriptors, page_template, plan
 
@@ -114,7 +114,7 @@ class Ends:
         """pieces: (offset here, offset there, length)."""
         src, dst, nbytes = np.array(pieces, dtype=np.int64).reshape(-1, 3).T.copy()
         descriptors = Descriptors(src + self.address, dst + self.receiver.address, nbytes)
-        return self.sender.write(peer or self.peer, descriptors, notification)
+        return self.sender.write(Write(peer=peer or self.peer, descriptors=descriptors, notification=notification))
 
     def results(self, count: int = 1, seconds: float = WAIT_S) -> list[WriteResult]:
         """Poll until so many writes ended."""
@@ -212,7 +212,7 @@ def test_a_planned_write_of_adjacent_pages(ends):
         dst_bases=[ends.receiver.address],
     )
     assert len(descriptors) == 2
-    ends.sender.write(ends.peer, descriptors, b"pages")
+    ends.sender.write(Write(peer=ends.peer, descriptors=descriptors, notification=b"pages"))
     assert ends.results()[0].ok
     ends.notifications(1)
     page = layout.page_nbytes

@@ -11,11 +11,13 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OUTPUTS = {
     "chat_openai.py": "tokens in,",
+    "lora.py": "mine:",
     "offline_batch.py": "length",
     "structured_output.py": "stars=",
     "tool_call.py": "It is sunny in",
+    "update_weights.py": "step 29: ",
 }
-NEEDS_NO_SERVER = {"offline_batch.py"}
+NEEDS_NO_SERVER = {"lora.py", "offline_batch.py", "update_weights.py"}
 
 
 def test_every_example_is_tested():

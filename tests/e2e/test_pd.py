@@ -202,9 +202,7 @@ def test_a_router_killed_in_mid_stream_leaves_nothing_behind(
 
 
 def test_prefill_killed_costs_no_answer(cluster: LiveServer, unified: LiveServer) -> None:
-    """kill -9 of the prefill server: requests go on, computed by decode, within seconds. (The last test of this
-    cluster.)
-    """
+    """kill -9 of the prefill server: requests go on, computed by decode, within seconds."""
     path, body = BODIES["greedy"]
     port = int(engine_url(cluster, "prefill").rsplit(":", 1)[1])
     (victim,) = {c.pid for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"}
@@ -214,6 +212,24 @@ def test_prefill_killed_costs_no_answer(cluster: LiveServer, unified: LiveServer
     assert time.monotonic() - started < 10
     expected = [unified.post(path, {**body, "prompt": f"{i} {PROMPT}"}) for i in range(3)]
     assert [rounded(a) for a in answers] == [rounded(e) for e in expected]
+
+
+def test_the_command_killed_leaves_no_process(cluster: LiveServer) -> None:
+    """kill -9 of `diptych pd` in the middle of an answer; the last of the tests that use this cluster."""
+    family = psutil.Process(cluster.process.pid).children(recursive=True)
+    assert len(family) >= 2
+    long = {"prompt": PROMPT, "max_tokens": 800, "temperature": 0, "ignore_eos": True, "stream": True}
+    with (
+        pytest.raises(httpx.TransportError),
+        httpx.stream("POST", f"{cluster.url}/v1/completions", json=long, timeout=10) as response,
+    ):
+        chunks = response.iter_bytes()
+        next(chunks)
+        cluster.process.kill()
+        for _ in chunks:
+            pass
+    cluster.process.wait()
+    wait_for(lambda: not psutil.wait_procs(family, timeout=0)[1], 5, "processes outlive the command that started them")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from diptych.attention.backend import AttentionInputs, AttentionSpec, ForwardInp
 from diptych.attention.reference import ReferenceAttention
 from diptych.kv.layout import KVLayout
 from diptych.kv.pool import KVPool
-from diptych.models.config import TransformerConfig
+from diptych.layers.routing import Routing
+from diptych.models.config import ExpertsConfig, TransformerConfig
 from diptych.models.cuda_transformer import CudaStep, CudaTransformer
 from diptych.models.dummy import DummySource
 from diptych.models.registry import MODELS
@@ -40,6 +41,14 @@ CASES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "Qwen2ForCausalLM": {"attention_bias": True},
     "Qwen3ForCausalLM": {},
+    # All experts are chosen: where rounding turned a choice around, nothing could be compared.
+    "Qwen3MoeForCausalLM": {
+        "experts": ExpertsConfig(
+            routing=Routing(num_experts=4, num_chosen=4, rounds_weights=True),
+            intermediate_size=32,
+            layers=(True, False, True),
+        ),
+    },
     "Gemma3ForCausalLM": {
         "num_kv_heads": 1,
         "activation": "gelu_tanh",

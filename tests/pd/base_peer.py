@@ -26,7 +26,10 @@ AUX_NOTICE = re.compile(rb"([0-9]+)_aux")
 
 @dataclass(frozen=True)
 class Shape:
-    """The KV that a rank holds: `num_layers` keys, then as many values, each [num_pages, page_size, heads, dim]."""
+    """The KV that a rank holds: `num_layers` keys, then as many values, each [num_pages, page_size, heads, dim].
+
+    num_parts: 1 where one row a token stands for both (MLA).
+    """
 
     num_layers: int
     num_pages: int
@@ -34,6 +37,7 @@ class Shape:
     num_heads: int
     head_dim: int
     itemsize: int
+    num_parts: int = 2
 
     @property
     def array(self) -> tuple[int, int, int, int]:
@@ -64,7 +68,7 @@ class BasePeer:
         self.shape = shape
         self.name = str(uuid.uuid4())
         self.agent = nixl_agent(self.name)
-        self.kv = [np.full(shape.array, PATTERN, dtype=np.uint8) for _ in range(2 * shape.num_layers)]
+        self.kv = [np.full(shape.array, PATTERN, dtype=np.uint8) for _ in range(shape.num_parts * shape.num_layers)]
         self.aux = [np.full((num_slots, nbytes), PATTERN, dtype=np.uint8) for nbytes in AUX_ROWS]
         rows = [(array.ctypes.data, array.nbytes, 0, "") for array in (*self.kv, *self.aux)]
         self.agent.register_memory(rows, "DRAM")
@@ -135,7 +139,7 @@ class BasePeer:
     def tokens(self, pages: list[int], num_tokens: int) -> NDArray[np.uint8]:
         """The KV of a sequence: uint8 [layer, K or V, token, head, bytes]."""
         taken = np.stack([buffer[pages] for buffer in self.kv])
-        flat = taken.reshape(2, self.shape.num_layers, -1, *self.shape.array[2:])[:, :, :num_tokens]
+        flat = taken.reshape(self.shape.num_parts, self.shape.num_layers, -1, *self.shape.array[2:])[:, :, :num_tokens]
         return flat.swapaxes(0, 1)
 
     def is_untouched_beyond(self, pages: list[int], slots: list[int]) -> bool:

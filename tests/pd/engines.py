@@ -20,6 +20,7 @@ from diptych.core.channel import Channel, open_socket
 from diptych.core.messages import (
     AbortRequests,
     AddRequest,
+    Changed,
     Drain,
     EngineLoad,
     Fatal,
@@ -35,7 +36,7 @@ from diptych.core.messages import (
 from diptych.core.request import HandTo, Request, SamplingParams, TakeFrom
 
 TOY_ENGINE = Path(__file__).with_name("toy_engine.py")
-STARTUP_S = 60.0
+STARTUP_S = 120.0  # several processes on few cores
 
 
 class EngineUnderTest:
@@ -99,6 +100,8 @@ class EngineUnderTest:
                     self._note(message)
                 case Reply():
                     self._replies.append(message)
+                case Changed(info=info):
+                    self.info = info
 
     def _note(self, answer: RequestOutput | RequestFailed) -> None:
         if answer.request_id in self.answers:
@@ -131,6 +134,13 @@ class EngineUnderTest:
     def failure(self, request_id: str) -> RequestFailed | None:
         last = self.answers[request_id][-1]
         return last if isinstance(last, RequestFailed) else None
+
+    def ask(self, message_of: Callable[[int], ToEngine], timeout_s: float = 60.0) -> Reply:
+        """Have the engine do something, and wait for its reply; what it serves may then be something else."""
+        self._replies.clear()
+        self.channel.send(message_of(1))
+        self.wait_until(lambda: bool(self._replies), "a reply", timeout_s)
+        return self._replies[0]
 
     def load(self) -> EngineLoad:
         self._replies.clear()

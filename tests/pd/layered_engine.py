@@ -58,8 +58,8 @@ class LayeredWorker(ToyWorker):
         is_right = (seen[:num_tokens] == elements(token_ids)).all(axis=(1, 2, 3, 4))
         return np.where(is_right, token_ids, -1).tolist()
 
-    def _read(self, step: SequenceStep) -> RowOutput:
-        row, num_top = super()._read(step), self._num_top[step.slot]
+    def _read(self, step: SequenceStep, drafts: list[int]) -> RowOutput:
+        row, num_top = super()._read(step, drafts), self._num_top[step.slot]
         if not row.token_ids or num_top is None:
             return row
         return RowOutput(row.token_ids, [logprobs_of(row.token_ids[0], num_top)])

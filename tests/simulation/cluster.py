@@ -17,23 +17,23 @@ from functools import partial
 
 import msgspec
 import numpy as np
+from sharded_toy import NUM_KV_HEADS, NUM_LAYERS, ShardedToyWorker
 
 from diptych.core.batch import Batch, FinishReason
 from diptych.core.messages import RequestFailed, RequestOutput
 from diptych.core.request import HandTo, Request, SamplingParams, TakeFrom
-from diptych.engine.toy import ToyWorker, expected_output
+from diptych.engine.toy import expected_output
 from diptych.errors import DiptychError
 from diptych.kv.cache import KVCache
-from diptych.kv.layout import KVLayout
 from diptych.scheduler.scheduler import Scheduler
 from diptych.scheduler.step import SchedulerLimits
-from diptych.transfer.agent import StepwiseAgent
+from diptych.transfer.agent import StepwiseAgent, TransferEvent
 from diptych.transfer.backend import HOST, MemoryRegion
-from diptych.transfer.extension import LayoutFields, PeerExtension
+from diptych.transfer.extension import LayoutFields, PeerExtension, RankFields
 from diptych.transfer.handoff import HandoffLayout, HandoffRows, HandoffSlots
 from diptych.transfer.hinge import Hinge
 from diptych.transfer.loopback import Faults, LoopbackBackend, LoopbackNetwork
-from diptych.transfer.ports import HingeLimits, Site
+from diptych.transfer.ports import HingeLimits, RankSite, Site
 
 VOCAB = 50
 EOS = (7,)
@@ -43,7 +43,8 @@ EOS = (7,)
 class Weather:
     """What goes wrong in one run. delays in virtual seconds; probabilities each time; faults a schedule of events.
 
-    num_strangers: engines with another cluster key, to which no connection opens.
+    num_strangers: engines with another cluster key, to which no connection opens. shapes: tp and pp sizes of engines.
+    max_linger: seconds by which a rank's process may outlive that of its killed engine.
     """
 
     max_delay: float = 0.01
@@ -53,6 +54,8 @@ class Weather:
     num_freezes: int = 0
     num_strangers: int = 0
     cancel: float = 0.0
+    shapes: tuple[tuple[int, int], ...] = ((1, 1),)
+    max_linger: float = 0.0
 
 
 class ControlNetwork:
@@ -113,8 +116,8 @@ class ControlSocket:
     def send(self, address: str, frames: list[bytes]) -> None:
         self._network.send(self._source, address, frames)
 
-    def receive(self) -> list[list[bytes]]:
-        messages = list(self._inbox)
+    def receive(self) -> list[tuple[int, list[bytes]]]:
+        messages = [(0, frames) for frames in self._inbox]
         self._inbox.clear()
         return messages
 
@@ -137,7 +140,10 @@ class Engine:
         self.address = f"{name}:1"
         self.instance_id = f"{name}-{rng.getrandbits(32):08x}"
         self.is_frozen = False
-        self.worker = ToyWorker(num_pages, page_size, vocab_size=VOCAB)
+        self.tp_size, self.pp_size = rng.choice(cluster.weather.shapes)
+        self.worker = ShardedToyWorker(
+            num_pages, page_size, vocab_size=VOCAB, tp_size=self.tp_size, pp_size=self.pp_size
+        )
         self.limits = SchedulerLimits(
             max_num_seqs=rng.choice([2, 8]),
             max_num_batched_tokens=rng.choice([4, 16, 64]),
@@ -147,12 +153,16 @@ class Engine:
             vocab_size=VOCAB,
             eos_token_ids=EOS,
         )
-        self.backend = LoopbackBackend(cluster.wire, self.instance_id)
-        site = self._site(page_size, num_pages, name)
+        num_ranks = len(self.worker.layouts)
+        self.backends = [LoopbackBackend(cluster.wire, f"{self.instance_id}-{rank}") for rank in range(num_ranks)]
+        self.lifelines = [f"{name}:{self.instance_id}-{rank}" for rank in range(num_ranks)] if num_ranks > 1 else []
+        for lifeline in self.lifelines:
+            cluster.network.listen(lifeline)
+        self._events: list[tuple[TransferEvent, int]] = []
+        self.agents = [self._agent(rank) for rank in range(num_ranks)]
+        site = self._site(num_pages, name)
         socket = ControlSocket(cluster.network, self.address, self.instance_id)
-        self._events: list[object] = []
-        self.agent = StepwiseAgent(self.backend, on_event=self._events.append, clock=lambda: cluster.now)
-        self.hinge = Hinge(site, socket, mover=self.agent, limits=cluster.hinge_limits, rng=rng)
+        self.hinge = Hinge(site, socket, limits=cluster.hinge_limits, rng=rng)
         self.cache = KVCache(num_pages, page_size, prefix_caching=rng.random() < 0.7)
         self.scheduler = Scheduler(
             self.limits,
@@ -163,21 +173,29 @@ class Engine:
         )
         self._batches: deque[tuple[float, Batch]] = deque()
 
-    def _site(self, page_size: int, num_pages: int, name: str) -> Site:
-        layout = KVLayout.single_rank(1, 1, head_dim=1, page_size=page_size, dtype="float32")
+    def _agent(self, rank: int) -> StepwiseAgent:
+        def note(event: TransferEvent) -> None:
+            self._events.append((event, rank))
+
+        return StepwiseAgent(self.backends[rank], on_event=note, clock=lambda: self.cluster.now)
+
+    def _site(self, num_pages: int, name: str) -> Site:
         handoff = HandoffLayout(num_slots=self.cluster.rng.choice([1, 4]), num_top_logprobs=4, hidden_nbytes=0)
         self._rows = np.zeros(handoff.nbytes, dtype=np.uint8)
-        regions = [
-            (self.worker.memory.ctypes.data, self.worker.memory.nbytes),
-            (self._rows.ctypes.data, handoff.nbytes),
-        ]
-        self.backend.register([MemoryRegion(address, nbytes) for address, nbytes in regions])
+        for backend, memory in zip(self.backends, self.worker.memories, strict=True):
+            backend.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+        self.backends[0].register([MemoryRegion(self._rows.ctypes.data, handoff.nbytes)])
+        fields = [LayoutFields.of(layout, num_pages) for layout in self.worker.layouts]
+        ranks = [RankFields(layout=part, lifeline=life) for part, life in zip(fields, self.lifelines, strict=False)]
         identity = PeerExtension(
             instance_id=self.instance_id,
-            layout=LayoutFields.of(layout, num_pages),
-            model_layers=1,
-            model_kv_heads=1,
+            layout=fields[0],
+            model_layers=NUM_LAYERS,
+            model_kv_heads=NUM_KV_HEADS,
             model_fingerprint="toy",
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            ranks=ranks,
             control_endpoint=self.address,
             num_top_logprobs=4,
         )
@@ -185,11 +203,16 @@ class Engine:
             identity=identity,
             endpoint=name,
             port=1,
-            agent_name=self.instance_id,
-            agent_metadata=self.backend.metadata(),
-            layout=layout,
-            kv_base=self.worker.memory.ctypes.data,
-            kv_space=HOST,
+            agents=self.agents,
+            ranks=[
+                RankSite(
+                    agent_name=backend.name,
+                    agent_metadata=backend.metadata(),
+                    kv_base=memory.ctypes.data,
+                    kv_space=HOST,
+                )
+                for backend, memory in zip(self.backends, self.worker.memories, strict=True)
+            ],
             handoff_layout=handoff,
             handoff_base=self._rows.ctypes.data,
             handoff_rows=HandoffRows(handoff, self._rows),
@@ -209,10 +232,11 @@ class Engine:
         if self.is_frozen:
             return
         now = self.cluster.now
-        self.agent.poll()
+        for agent in self.agents:
+            agent.poll()
         events, self._events[:] = list(self._events), []
-        for event in events:
-            self.hinge.on_event(event)
+        for event, rank in events:
+            self.hinge.on_event(event, rank)
         self.hinge.tick(now, now)
         for request in self.hinge.sender.take_requests():
             try:
@@ -230,8 +254,19 @@ class Engine:
             self.cluster.hear(self, answer)
 
     def kill(self) -> None:
+        """Its process; those of its ranks follow when the kernel, or their node, has noticed."""
         self.cluster.network.hang_up(self.address)
-        self.cluster.wire.kill(self.backend)
+        for rank in range(len(self.backends)):
+            if not self.lifelines:
+                self._kill_rank(rank)
+                continue
+            linger = self.cluster.rng.uniform(0.0, self.cluster.weather.max_linger)
+            self.cluster.at(self.cluster.now + linger, partial(self._kill_rank, rank))
+
+    def _kill_rank(self, rank: int) -> None:
+        self.cluster.wire.kill(self.backends[rank])
+        if self.lifelines:
+            self.cluster.network.hang_up(self.lifelines[rank])
 
     @property
     def is_idle(self) -> bool:
@@ -343,12 +378,12 @@ class Cluster:
             if self.now > max_seconds:
                 raise AssertionError(f"no calm after {self.now:.0f} s: {self.describe()}")
 
+    def at(self, seconds: float, act: Callable[[], None]) -> None:
+        """Let something happen at a time."""
+        heapq.heappush(self._events, (seconds, next(self._serial), act))
+
     def _schedule(self, num_requests: int) -> None:
-        rng = self.rng
-
-        def at(seconds: float, act: Callable[[], None]) -> None:
-            heapq.heappush(self._events, (seconds, next(self._serial), act))
-
+        rng, at = self.rng, self.at
         for _ in range(num_requests):
             at(rng.uniform(0, 2.0), self._send_random)
         for _ in range(self.weather.num_kills):
@@ -365,8 +400,7 @@ class Cluster:
             prompt, both_told=rng.random() < 0.3, max_tokens=rng.choice([1, 2, 6, 12]), ignore_eos=rng.random() < 0.5
         )
         if rng.random() < self.weather.cancel:
-            when = self.now + rng.uniform(0, 0.3)
-            heapq.heappush(self._events, (when, next(self._serial), lambda: self._cancel(client)))
+            self.at(self.now + rng.uniform(0, 0.3), lambda: self._cancel(client))
 
     def _cancel(self, client: Client) -> None:
         if not client.is_over and self.engines.get(client.engine.address.split(":")[0]) is client.engine:
@@ -376,12 +410,14 @@ class Cluster:
     def _freeze(self, name: str) -> None:
         self.trace.append(f"{self.now:.3f} freeze {name}")
         self.engines[name].is_frozen = True
-        self.wire.partition(self.engines[name].backend.name)
+        for backend in self.engines[name].backends:
+            self.wire.partition(backend.name)
 
     def _thaw(self, name: str) -> None:
         self.trace.append(f"{self.now:.3f} thaw {name}")
         self.engines[name].is_frozen = False
-        self.wire.heal(self.engines[name].backend.name)
+        for backend in self.engines[name].backends:
+            self.wire.heal(backend.name)
 
     @property
     def is_calm(self) -> bool:

@@ -5,6 +5,7 @@ lost.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from cluster import Cluster, Weather
@@ -33,6 +34,9 @@ STORM = Weather(
     cancel=0.2,
     write_faults=Faults(max_delay_s=0.2, drop_notification=0.05, duplicate_notification=0.1, fail_write=0.05),
 )
+SHAPES = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 3), (1, 3))
+SPREAD = replace(LOSSY, shapes=SHAPES, cancel=0.2)
+SPREAD_STORM = replace(STORM, shapes=SHAPES, max_linger=1.5)
 WEATHERS = {
     "calm": CALM,
     "lagging": LAGGING,
@@ -42,6 +46,8 @@ WEATHERS = {
     "freezing": FREEZING,
     "strange": STRANGE,
     "storm": STORM,
+    "spread": SPREAD,
+    "spread storm": SPREAD_STORM,
 }
 
 

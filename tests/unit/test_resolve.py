@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, TransferConfig
+from diptych.config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    SpeculativeConfig,
+    TransferConfig,
+)
 from diptych.errors import ConfigError
 from diptych.resolve import parse_size, resolve, validate
 
@@ -66,6 +76,9 @@ def test_the_defaults_are_valid():
         (SchedulerConfig(max_inflight_steps=0), "max_inflight_steps must be at least 1"),
         (SchedulerConfig(max_queued_requests=0), "max_queued_requests must be at least 1"),
         (SchedulerConfig(request_timeout=0.0), "request_timeout must be above 0 seconds"),
+        (ParallelConfig(tp_size=0), "tp_size is 0; it must be at least 1"),
+        (ParallelConfig(tp_size=4, ep_size=3), "ep_size 3 does not divide tp_size 4"),
+        (ParallelConfig(dist_timeout=0.0), "dist_timeout must be at least 1 second, got 0.0"),
         (TransferConfig(role="both"), "Invalid enum value 'both'"),
         (TransferConfig(peer_port=-1), "peer_port must be from 0 to 65535, got -1"),
         (TransferConfig(disaggregation_bootstrap_port=70000), "disaggregation_bootstrap_port must be from 0 to 65535"),
@@ -171,3 +184,46 @@ def test_an_open_door_is_mentioned(model_folder, caplog, host, warns):
     with caplog.at_level(logging.WARNING, "diptych"):
         resolve(replace(config_for(model_folder), server=ServerConfig(host=host)))
     assert ("without an API key" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(tp_size=3, nnodes=2, dist_init_addr="127.0.0.1:7000"), "3 ranks cannot be dealt to nnodes 2"),
+        (ParallelConfig(tp_size=2, nnodes=2), "2 nodes need dist_init_addr"),
+        (ParallelConfig(tp_size=2, nnodes=2, dist_init_addr="127.0.0.1"), "must be host:port"),
+        (ParallelConfig(tp_size=2, nnodes=2, dist_init_addr="127.0.0.1:65535"), "a port from 1 to 65534"),
+        (ParallelConfig(tp_size=2, nnodes=2, dist_init_addr="node0:7000"), "others can reach: set --cluster-key"),
+        (ParallelConfig(node_rank=1), "node_rank 1 is not below nnodes 1"),
+    ],
+)
+def test_nodes_that_cannot_meet_are_named(model_folder, parallel, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(replace(config_for(model_folder), parallel=parallel))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"parallel": ParallelConfig(tp_size=2, dp_size=2, pp_size=2)}, "dp_size 2 with pp_size 2"),
+        ({"scheduler": SchedulerConfig(max_inflight_steps=2)}, "max_inflight_steps is 2, but dp_size 2"),
+        ({"lora": LoraConfig(lora_paths=("a=b",))}, "adapters with dp_size 2"),
+        ({"speculative": SpeculativeConfig(speculative_algorithm="NGRAM")}, "speculation with dp_size 2"),
+    ],
+)
+def test_what_does_not_go_with_groups_is_named(sections, message):
+    config = replace(EngineConfig(parallel=ParallelConfig(tp_size=2, dp_size=2)), **sections)
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+def test_leader_worker_set_says_where_the_nodes_are(model_folder, monkeypatch):
+    for name, value in (("LEADER_ADDRESS", "leader.pods"), ("GROUP_SIZE", "2"), ("WORKER_INDEX", "1")):
+        monkeypatch.setenv(f"LWS_{name}", value)
+    config = replace(
+        config_for(model_folder), parallel=ParallelConfig(tp_size=4), transfer=TransferConfig(cluster_key="k")
+    )
+    once = resolve(config)
+    assert (once.parallel.nnodes, once.parallel.node_rank) == (2, 1)
+    assert once.parallel.dist_init_addr == "leader.pods:20000"
+    assert resolve(once) == once

@@ -44,12 +44,16 @@ class ForwardInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """One layer's attention: softmax scale, sliding window (a token sees itself and `window - 1` before it) and cap."""
+    """One layer's attention: softmax scale, sliding window (a token sees itself and `window - 1` before it) and cap.
+
+    value_dim: over a pool of latent rows, how many of a row's first elements are its value.
+    """
 
     layer: int
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    value_dim: int | None = None
 
 
 class AttentionBackend(Protocol):
@@ -62,5 +66,9 @@ class AttentionBackend(Protocol):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: AttentionInputs, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attention output [T, H, D] for query [T, H, D], key and value [T, G, D], in the query's dtype."""
+        """Attention output [T, H, D] for query [T, H, D], key and value [T, G, D], in the query's dtype.
+
+        Over a pool of latent rows: [T, H, value_dim] for query [T, H, D] and key [T, 1, D], whose first elements are
+        the value.
+        """
         ...

@@ -14,6 +14,7 @@ from diptych.errors import ConfigError
 from diptych.kernels.attention import PagedAttention, StepShape
 from diptych.kernels.decoder_layer import FusedLayer, FusedStack, StackedLayer
 from diptych.kernels.library import kernels
+from diptych.kernels.low_rank import AdaptedLayer, StackSegments
 from diptych.kv.pool import KVPool
 
 
@@ -35,11 +36,23 @@ class CPUAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: AttentionInputs, spec: AttentionSpec
     ) -> torch.Tensor:
         layer = self._layer(query.shape[1], spec)
+        if self.pool.layout.is_latent:
+            # The kernel knows values of the keys' width alone: a row is its own value, of which the end is not used.
+            key = _heads_adjacent(key)
+            return layer(_heads_adjacent(query), key, key, self._shape_of(inputs))[..., : spec.value_dim]
         return layer(_heads_adjacent(query), _heads_adjacent(key), _heads_adjacent(value), self._shape_of(inputs))
 
-    def stacked(self, layer: FusedLayer, spec: AttentionSpec, *, num_heads: int, rotation: int) -> StackedLayer:
+    def stacked(
+        self,
+        layer: FusedLayer,
+        spec: AttentionSpec,
+        *,
+        num_heads: int,
+        rotation: int,
+        adapted: AdaptedLayer | None = None,
+    ) -> StackedLayer:
         """A decoder layer with its attention over this pool."""
-        return StackedLayer(layer, self._layer(num_heads, spec), rotation)
+        return StackedLayer(layer, self._layer(num_heads, spec), rotation, adapted)
 
     def run_stack(
         self,
@@ -49,9 +62,10 @@ class CPUAttention:
         inputs: AttentionInputs,
         *,
         wanted: torch.Tensor | None = None,
+        adapters: StackSegments | None = None,
     ) -> torch.Tensor:
         """Layers that `stacked` has made, as a whole: the residual stream [T, hidden], in place; see FusedStack."""
-        return stack(hidden, rotations, self._shape_of(inputs), wanted=wanted)
+        return stack(hidden, rotations, self._shape_of(inputs), wanted=wanted, adapters=adapters)
 
     def _layer(self, num_heads: int, spec: AttentionSpec) -> PagedAttention:
         layer = self._layers.get((spec.layer, num_heads))

@@ -1,7 +1,8 @@
 """Attention in plain torch over the paged pool: exact, portable, and the yardstick of every other backend.
 
-Decode rows are gathered in a few padded groups of similar length, prefill rows one by one in blocks of queries; what
-a step needs is planned once and shared by its layers. Keeps no reference to a step beyond the last one.
+Values of a latent pool are the first elements of its keys. Decode rows are gathered in a few padded groups of similar
+length, prefill rows one by one in blocks of queries; what a step needs is planned once and shared by its layers. Keeps
+no reference to a step beyond the last one.
 
 H = query heads, G = KV heads, R = H / G, D = head_dim, S = keys, n = rows of a group, Q = queries of a block.
 """
@@ -37,8 +38,10 @@ class ReferenceAttention:
         self.pool = pool
         layout = pool.layout
         self.num_kv_heads, self.head_dim = layout.num_kv_heads, layout.head_dim
-        self.rows = PoolRows(page_size=layout.page_size, page_stride=layout.num_layers * 2 * layout.page_size)
-        self.max_padding = MAX_PADDING_NBYTES // (2 * layout.row_nbytes)
+        self.rows = PoolRows(
+            page_size=layout.page_size, page_stride=layout.num_layers * len(layout.parts) * layout.page_size
+        )
+        self.max_padding = MAX_PADDING_NBYTES // (len(layout.parts) * layout.row_nbytes)
         self._step = _PlannedStep()
         self._causal_masks: dict[int | None, torch.Tensor] = {}
 
@@ -48,14 +51,15 @@ class ReferenceAttention:
         self.pool.write(spec.layer, key, value, inputs.kv_slots)
         key_rows, value_rows = (self._as_rows(view) for view in self.pool.layer(spec.layer))
         plan = self._plan(inputs, spec.window, query.dtype)
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        output = query.new_empty((*query.shape[:-1], spec.value_dim or self.head_dim))
         for group in plan.decode_groups:
             self._decode(group, query, output, keys=key_rows, values=value_rows, spec=spec)
         for row in plan.prefill_rows:
             if row.pool_rows is None:
                 keys, values = key[row.start : row.stop], value[row.start : row.stop]
             else:
-                keys, values = self._gather(key_rows, row.pool_rows), self._gather(value_rows, row.pool_rows)
+                keys = self._gather(key_rows, row.pool_rows)
+                values = self._values(keys, value_rows, row.pool_rows, spec)
             self._prefill(row, query, output, keys=keys, values=values, spec=spec)
         return output
 
@@ -81,6 +85,12 @@ class ReferenceAttention:
         """Keys or values, [S, G, D]."""
         return rows.index_select(0, indices).view(-1, self.num_kv_heads, self.head_dim)
 
+    def _values(
+        self, keys: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """The values that go with gathered keys [S, G, D]."""
+        return keys[..., : spec.value_dim] if self.pool.layout.is_latent else self._gather(rows, indices)
+
     def _decode(
         self,
         group: DecodeGroup,
@@ -93,8 +103,10 @@ class ReferenceAttention:
     ) -> None:
         """One query a row. The query heads of a KV head stand in as queries, [n, G, R, D]: nothing is expanded."""
         shape = (group.num_rows, -1, self.num_kv_heads, self.head_dim)
-        gathered_keys = keys.index_select(0, group.pool_rows).view(shape).transpose(1, 2)
-        gathered_values = values.index_select(0, group.pool_rows).view(shape).transpose(1, 2)
+        gathered = self._gather(keys, group.pool_rows)
+        gathered_keys = gathered.view(shape).transpose(1, 2)
+        values = self._values(gathered, values, group.pool_rows, spec)
+        gathered_values = values.unflatten(0, (group.num_rows, -1)).transpose(1, 2)
         queries = query if group.tokens is None else query.index_select(0, group.tokens)
         queries = queries.unflatten(1, (self.num_kv_heads, -1))
         attended = attend(queries, gathered_keys, gathered_values, mask=group.mask, spec=spec).flatten(1, 2)
@@ -115,7 +127,7 @@ class ReferenceAttention:
     ) -> None:
         """Several queries of one row: G batches of R heads, whose keys are one stride-0 view."""
         num_groups = query.shape[1] // self.num_kv_heads
-        expanded = (self.num_kv_heads, num_groups, keys.shape[0], self.head_dim)
+        expanded = (self.num_kv_heads, num_groups, keys.shape[0], -1)
         keys = keys.transpose(0, 1).unsqueeze(1).expand(expanded)
         values = values.transpose(0, 1).unsqueeze(1).expand(expanded)
         for block in row.blocks:
@@ -161,7 +173,8 @@ def attend(
     mask: torch.Tensor | None,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """Attention of [b, h, Q, D] over [b, h, S, D] under an additive mask, softmax in float32."""
+    """Attention of [b, h, Q, D] over keys [b, h, S, D] and values of any width, under an additive mask, softmax in
+    float32."""
     if spec.soft_cap is None and query.is_cuda:
         # The fused kernels want masks that begin at 16 bytes; ours begin anywhere in a table.
         with sdpa_kernel(SDPBackend.MATH):

@@ -32,14 +32,16 @@ BACKENDS: dict[str, BackendEntry] = {
 """Backends by name, fastest first."""
 
 
-def resolve_attention(name: str, device_type: str = "cpu", *, itemsize: int = 2) -> str:
+def resolve_attention(name: str, device_type: str = "cpu", *, itemsize: int = 2, is_latent: bool = False) -> str:
     """The name of a backend, "auto" resolved to the fastest one that runs. Raises ConfigError for an unknown name.
 
-    Args: itemsize: bytes of one element of the KV pool.
+    Args: itemsize: bytes of one element of the KV pool. is_latent: the pool keeps latent rows.
     """
+    if is_latent and name == "flashinfer":
+        raise ConfigError("attention backend 'flashinfer' has no latent attention (MLA) yet; use 'auto' or 'reference'")
     if name == AUTO and device_type == "cuda":
         has_kernels = find_spec("flashinfer") is not None and find_spec("triton") is not None
-        return "flashinfer" if has_kernels and itemsize == 2 else "reference"
+        return "flashinfer" if has_kernels and itemsize == 2 and not is_latent else "reference"
     if name == AUTO:
         return "cpu" if device_type == "cpu" and kernels() is not None else "reference"
     if name not in BACKENDS:
@@ -50,7 +52,9 @@ def resolve_attention(name: str, device_type: str = "cpu", *, itemsize: int = 2)
 
 def create_attention(name: str, pool: KVPool) -> AttentionBackend:
     """The backend called `name` over `pool`. Raises ConfigError for an unknown name."""
-    resolved = resolve_attention(name, pool.tensor.device.type, itemsize=pool.tensor.element_size())
+    resolved = resolve_attention(
+        name, pool.tensor.device.type, itemsize=pool.tensor.element_size(), is_latent=pool.layout.is_latent
+    )
     entry = BACKENDS[resolved]
     try:
         backend = vars(import_module(entry.module))[entry.attribute]

@@ -99,6 +99,9 @@ class EngineTotals(NamedTuple):
     cached_tokens: float
     generation_tokens: float
     retractions: float
+    verifications: float = 0.0
+    drafts: float = 0.0
+    accepted_drafts: float = 0.0
 
     @classmethod
     def of(cls, load: EngineLoad) -> EngineTotals:
@@ -111,6 +114,9 @@ class EngineTotals(NamedTuple):
             cached_tokens=load.cached_tokens_total,
             generation_tokens=load.generation_tokens_total,
             retractions=load.retractions_total,
+            verifications=load.verifications_total,
+            drafts=load.drafts_total,
+            accepted_drafts=load.accepted_drafts_total,
         )
 
     def since(self, before: EngineTotals) -> EngineTotals:
@@ -120,6 +126,16 @@ class EngineTotals(NamedTuple):
     def plus(self, other: EngineTotals) -> EngineTotals:
         """Both together."""
         return EngineTotals(*(one + two for one, two in zip(self, other, strict=True)))
+
+    @property
+    def accept_length(self) -> float | None:
+        """Mean tokens of a row that verified drafts."""
+        return 1.0 + self.accepted_drafts / self.verifications if self.verifications else None
+
+    @property
+    def accept_rate(self) -> float | None:
+        """Share of the drafts that were right."""
+        return self.accepted_drafts / self.drafts if self.drafts else None
 
     @property
     def host_ms_per_step(self) -> float | None:

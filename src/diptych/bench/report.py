@@ -126,6 +126,8 @@ def _engine_document(totals: EngineTotals) -> dict[str, Any]:
         **totals._asdict(),
         "host_ms_per_step": totals.host_ms_per_step,
         "compute_ms_per_step": totals.compute_ms_per_step,
+        "accept_length": totals.accept_length,
+        "accept_rate": totals.accept_rate,
     }
 
 
@@ -235,7 +237,7 @@ def _percentiles(distribution: Distribution | None) -> list[str]:
 
 
 def _engine_table(results: Sequence[CaseResult]) -> Table:
-    columns = ("case", "steps", "host ms/step", "compute ms/step", "cached tokens", "retractions")
+    columns = ("case", "steps", "host ms/step", "compute ms/step", "cached tokens", "retractions", "accept length")
     table = _table("Engine", columns)
     for result in results:
         totals = result.engine()
@@ -247,6 +249,7 @@ def _engine_table(results: Sequence[CaseResult]) -> Table:
                 _number(totals.compute_ms_per_step),
                 f"{totals.cached_tokens:,.0f}",
                 f"{totals.retractions:,.0f}",
+                _number(totals.accept_length),
             )
     return table
 

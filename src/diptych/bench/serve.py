@@ -36,6 +36,9 @@ _COUNTERS = (  # in the order of EngineTotals; any prefix, so that every --metri
     ("prompt_tokens_cached", "cached_tokens"),
     ("generation_tokens",),
     ("num_preemptions", "num_retracted_reqs"),
+    ("spec_decode_num_drafts", "spec_verify_calls"),
+    ("spec_decode_num_draft_tokens", "spec_draft_tokens"),
+    ("spec_decode_num_accepted_tokens", "spec_accepted_tokens"),
 )
 
 

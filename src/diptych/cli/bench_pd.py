@@ -31,11 +31,11 @@ from diptych.cli.pd import engine_configs
 from diptych.cli.pd_cluster import ENGINE_PROGRAM, EngineChild, EnginePlan
 from diptych.config import EngineConfig
 from diptych.errors import ConfigError, Unavailable
+from diptych.lifetime import die_with_parent
 from diptych.log import setup_logging
 from diptych.resolve import resolve
 from diptych.router.config import Role, RouterConfig
 from diptych.router.upstream import EngineFailed, ErrorStatus, Upstream
-from diptych.server.process import die_with_parent
 
 DESCRIPTION = (
     "Time to first token and between tokens, prefill and decode apart against one engine. Starts all of them on this "

@@ -28,7 +28,7 @@ from diptych.cli.flags import parse_flags
 from diptych.errors import TransferError
 from diptych.kv.layout import KVLayout
 from diptych.transfer.agent import AgentReady, PeerAdded, TransferEvent, WriteDone
-from diptych.transfer.backend import MemoryRegion
+from diptych.transfer.backend import MemoryRegion, Write
 from diptych.transfer.nixl import NixlBackend
 from diptych.transfer.plan import Descriptors, Int64s, PageOrder, PageTemplate, page_template, plan
 from diptych.worker.transfer_agent import TransferAgent
@@ -105,7 +105,8 @@ class Bench:
     def hand_over(self, descriptors: Descriptors) -> None:
         """Give a write to the agent's thread."""
         self._num_writes += 1
-        self.agent.write(self._num_writes, self.peer, descriptors=descriptors, notification=b"0_kv_0_1")
+        write = Write(peer=self.peer, descriptors=descriptors, notification=b"0_kv_0_1")
+        self.agent.write(self._num_writes, write)
 
     def wait(self) -> None:
         """Until that write is done."""

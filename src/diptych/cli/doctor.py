@@ -204,6 +204,7 @@ def _choices(torch: ModuleType | None) -> list[Finding]:
             "choices", "attention backend", resolve_attention(config.cache.attention_backend, device), "ok", _FASTEST
         ),
         _thread_choice(on_gpu=on_gpu),
+        _rank_choice(torch.cuda.device_count() if on_gpu else 0),
         _pool_choice(
             free_nbytes(torch.device(device)),
             config.cache.mem_fraction or DEFAULT_MEM_FRACTION[device],
@@ -223,6 +224,11 @@ def _thread_choice(*, on_gpu: bool) -> Finding:
     usable = len(os.sched_getaffinity(0))
     note = "the GPU computes; threads only prepare" if on_gpu else "one a core; --num-threads changes it"
     return Finding("choices", "compute threads", str(usable), "ok", note)
+
+
+def _rank_choice(num_gpus: int) -> Finding:
+    note = f"--tp-size or --pp-size spread a model over up to {num_gpus} GPUs" if num_gpus > 1 else "one device"
+    return Finding("choices", "ranks", "1", "ok", note)
 
 
 def _pool_choice(free: int, share: float, *, limit: int | None) -> Finding:

@@ -116,7 +116,7 @@ def _model(summary: PrefillSummary, model_path: str | None) -> list[Finding]:
         spec = inspect_model(ModelConfig(model_path=model_path))
     except ConfigError as error:
         return [shown, Finding(_SECTION, "weights", told, "warn", f"nothing to compare with: {error}")]
-    here = _shape(spec.config.num_layers, spec.config.num_kv_heads, spec.config.head_dim)
+    here = _shape(spec.config.num_layers, spec.config.num_kv_heads, spec.config.kv_head_dim)
     if here != there:
         shown = Finding(_SECTION, "KV layout", layout, "warn", f"{here} in {model_path}: no KV moves")
     ours = fingerprint(spec)

@@ -19,6 +19,7 @@ import tyro
 
 from diptych.cli.config_file import load_config_file
 from diptych.config import EngineConfig
+from diptych.config_tree import ALIASES
 from diptych.errors import ConfigError
 
 Parsed = TypeVar("Parsed")
@@ -81,7 +82,7 @@ def parse_flags(
                 kind,
                 prog=prog,
                 description=description,
-                args=arguments,
+                args=[_own_name(argument) for argument in arguments],
                 default=kind() if default is None else default,
                 return_unknown_args=True,
                 config=(tyro.conf.OmitArgPrefixes,),
@@ -93,6 +94,13 @@ def parse_flags(
     if unknown:
         raise _unknown_argument(unknown, prog, flag_names(kind))
     return parsed
+
+
+def _own_name(argument: str) -> str:
+    """A flag under another name that users know (`--tensor-parallel-size=2`) as ours."""
+    flag, equals, value = argument.partition("=")
+    field_name = ALIASES.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
+    return argument if field_name is None else f"--{field_name.replace('_', '-')}{equals}{value}"
 
 
 def _configured_engine(arguments: Sequence[str]) -> EngineConfig:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from diptych.cli.flags import EngineFlags, parse_engine_flags
 from diptych.config import EngineConfig, TransferConfig
+from diptych.engine.roles import check_role
 from diptych.errors import ConfigError
 from diptych.log import setup_logging
-from diptych.resolve import resolve
+from diptych.resolve import resolve, validate
 from diptych.router.config import PolicyName, Role, RouterConfig, resolve_router
 
 DESCRIPTION = (
@@ -32,6 +33,10 @@ class PdFlags(EngineFlags):
     """Decode engines."""
     policy: PolicyName = RouterConfig.policy
     """Which engine gets a request; chooses each of the pair."""
+    prefill_tp: int | None = None
+    """Ranks of each prefill engine that share every layer; default: --tp-size."""
+    decode_tp: int | None = None
+    """Ranks of each decode engine that share every layer; default: --tp-size."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -52,7 +57,16 @@ def run(arguments: Sequence[str]) -> int:
         model = f"{ready[0].architecture}, {ready[0].dtype}, {ready[0].device}"
         print(cluster_banner(config.server, ready[0].model_name, port, model=model, engines=engines), flush=True)
 
-    configs = engine_configs(config, num_prefill=flags.prefill, num_decode=flags.decode)
+    configs = engine_configs(
+        config,
+        num_prefill=flags.prefill,
+        num_decode=flags.decode,
+        prefill_tp=flags.prefill_tp,
+        decode_tp=flags.decode_tp,
+    )
+    for _, _, engine in configs:
+        validate(engine)
+        check_role(engine)
     plans = [EnginePlan(name=name, role=role, config=engine) for name, role, engine in configs]
     return run_cluster(plans, router, needs_prefill=not config.transfer.local_prefill, on_ready=announce)
 
@@ -61,6 +75,11 @@ def _check(flags: PdFlags) -> None:
     for name, count in (("--prefill", flags.prefill), ("--decode", flags.decode)):
         if count < 1:
             raise ConfigError(f"{name} must be at least 1, got {count}; `diptych serve` runs one engine that does both")
+    if flags.engine.parallel.nnodes not in (None, 1):
+        raise ConfigError(
+            f"`diptych pd` runs on one machine, but nnodes is {flags.engine.parallel.nnodes}; start the engines "
+            "yourself with `diptych serve`, and `diptych route`"
+        )
     given, usual = vars(flags.engine.transfer), vars(TransferConfig())
     for name in _OWN_FIELDS:
         if given[name] != usual[name]:
@@ -86,13 +105,25 @@ def router_config(config: EngineConfig, policy: PolicyName) -> RouterConfig:
     )
 
 
-def engine_configs(config: EngineConfig, *, num_prefill: int, num_decode: int) -> list[tuple[str, Role, EngineConfig]]:
+def engine_configs(
+    config: EngineConfig,
+    *,
+    num_prefill: int,
+    num_decode: int,
+    prefill_tp: int | None = None,
+    decode_tp: int | None = None,
+) -> list[tuple[str, Role, EngineConfig]]:
     """Name, role and configuration of each engine: free ports on loopback, and its share of the machine."""
+    parallel = {
+        Role.PREFILL: replace(config.parallel, tp_size=prefill_tp or config.parallel.tp_size),
+        Role.DECODE: replace(config.parallel, tp_size=decode_tp or config.parallel.tp_size),
+    }
     roles = [Role.PREFILL] * num_prefill + [Role.DECODE] * num_decode
+    num_ranks = sum(parallel[role].world_size for role in roles)
     cores = len(os.sched_getaffinity(0))
     shared = replace(
         config,
-        model=replace(config.model, num_threads=config.model.num_threads or max(1, cores // len(roles))),
+        model=replace(config.model, num_threads=config.model.num_threads or max(1, cores // num_ranks)),
         cache=replace(config.cache, mem_sharers=len(roles)),
         server=replace(config.server, host=_LOOPBACK, port=0),
         transfer=replace(
@@ -105,5 +136,5 @@ def engine_configs(config: EngineConfig, *, num_prefill: int, num_decode: int) -
     for index, role in enumerate(roles):
         number = index if role is Role.PREFILL else index - num_prefill
         transfer = replace(shared.transfer, role=role.value)
-        found.append((f"{role.value}-{number}", role, replace(shared, transfer=transfer)))
+        found.append((f"{role.value}-{number}", role, replace(shared, parallel=parallel[role], transfer=transfer)))
     return found

@@ -24,12 +24,12 @@ import uvloop
 from diptych.cli.pd_engine import EngineReady
 from diptych.config import EngineConfig
 from diptych.errors import Unavailable
+from diptych.lifetime import die_with_parent
 from diptych.router.app import create_app
 from diptych.router.config import EngineAddress, Role, RouterConfig
 from diptych.router.member import Member, State
 from diptych.router.state import RouterState
 from diptych.server.listening import http_server, listen
-from diptych.server.process import die_with_parent
 
 logger = logging.getLogger(__name__)
 

@@ -124,7 +124,9 @@ class TakeFrom(msgspec.Struct, tag=True, frozen=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. The server has tokenized it, resolved max_tokens and drawn the seed.
 
-    cache_key: prompts share cached pages only under the same key (adapter name, cache salt).
+    cache_key: prompts share cached pages only under the same key (cache salt) and adapter. adapter: name of the one to
+    use, "" for the base model. The engine fills in its number and what it computes with, its digest (which is there
+    already if a peer says so, and must then be the same).
     priority: higher runs first. deadline: `time.time()` after which it is answered with DeadlineExceeded. handoff: the
     other engine that takes part, None if this one does it all.
     """
@@ -133,7 +135,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_key: str = ""
+    adapter: str = ""
+    adapter_id: int = 0
+    adapter_digest: str = ""
     priority: int = 0
     arrival_time: float = 0.0
     deadline: float | None = None
     handoff: HandTo | TakeFrom | None = None
+
+    @property
+    def page_key(self) -> str:
+        """Under which key its pages are cached: no client can write one that would find pages of another adapter."""
+        if self.adapter:
+            return f"\0adapter\0{self.adapter}\0{self.adapter_digest}\0{self.cache_key}"
+        return f"\0base\0{self.cache_key}" if self.cache_key.startswith("\0") else self.cache_key

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from diptych.core.batch import TokenLogprobs
+from diptych.core.batch import Speculation, TokenLogprobs
 from diptych.core.request import Request
 from diptych.errors import InvariantError
 
@@ -44,7 +44,7 @@ class Sequence:
     flight will sample. num_inflight_steps: submitted steps with a row of this sequence; its pages and slot are given
     back only when this is 0. max_len: prompt plus output at most. num_cached_tokens: prompt tokens taken from the
     prefix cache. is_answered: the client has had the last word; only the pages are still to be given back. queue_s:
-    seconds from arrival to the first step.
+    seconds from arrival to the first step. speculation: what drafts have brought.
     """
 
     request: Request
@@ -62,6 +62,7 @@ class Sequence:
     is_answered: bool = False
     queue_s: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    speculation: Speculation | None = None
 
     @property
     def request_id(self) -> str:

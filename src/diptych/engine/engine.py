@@ -15,10 +15,15 @@ import msgspec
 import zmq
 
 from diptych.config import EngineConfig
+from diptych.core.calls import CallDone
 from diptych.core.channel import Channel
 from diptych.core.messages import (
     AbortRequests,
+    AddAdapter,
     AddRequest,
+    AdministrativeCall,
+    CallWorkers,
+    Changed,
     Drain,
     EngineInfo,
     EngineLoad,
@@ -28,6 +33,7 @@ from diptych.core.messages import (
     GetLoad,
     Loading,
     Ready,
+    RemoveAdapter,
     Reply,
     RequestFailed,
     RequestOutput,
@@ -36,10 +42,15 @@ from diptych.core.messages import (
     ToEngine,
 )
 from diptych.core.request import Request
+from diptych.engine.adapters import Adapters
+from diptych.engine.administration import Administration
 from diptych.engine.executor import Executor
-from diptych.engine.roles import create_peering, create_scheduler
+from diptych.engine.gate import Gate
+from diptych.engine.membership import Membership
+from diptych.engine.roles import create_scheduler
+from diptych.engine.upkeep import Upkeep
 from diptych.errors import ConfigError, DiptychError, InvariantError, Unavailable, Unsupported
-from diptych.scheduler.scheduler import Scheduler
+from diptych.scheduler.groups import AnyScheduler
 
 if TYPE_CHECKING:
     from diptych.engine.peering import Peering
@@ -81,7 +92,16 @@ class EngineCore:
         self._poller.register(executor.wake_fd, zmq.POLLIN)
         self._clockwork = Clockwork()
         self._drain_deadline: float | None = None
-        self._peering: Peering | None = None
+        self._membership = Membership(config, self._poller, executor.agent_channel)
+        self._replies: list[Reply | Changed] = []  # they leave after the outputs that came before them
+        self._administration = Administration(executor, self._replies.append)
+        self._gate: Gate
+        self._adapters: Adapters
+        self._upkeep: Upkeep
+
+    @property
+    def _peering(self) -> Peering | None:
+        return self._membership.peering
 
     def run(self) -> int:
         """Load, serve, end. Returns the process's exit status: 0 after a drain, 1 after an error (already reported)."""
@@ -98,8 +118,8 @@ class EngineCore:
             self._channel.send(Fatal(str(fatal), type(fatal).__name__))
             return 1
         finally:
-            if self._peering is not None:
-                self._peering.close()
+            if self._membership.peering is not None:
+                self._membership.peering.close()
             self._executor.shutdown()
             self._channel.close()
 
@@ -123,38 +143,40 @@ class EngineCore:
         if isinstance(message, AddRequest):
             error = Unavailable("the engine is still loading; try again later")
             self._channel.send(RequestFailed.of(message.request.request_id, error))
-        elif isinstance(message, FlushCache | GetLoad):
-            self._channel.send(Reply(message.call_id, False, "the engine is still loading"))
+        elif isinstance(message, FlushCache | GetLoad | AdministrativeCall):
+            self._channel.send(Reply(message.call_id, False, "the engine is still loading", error_kind="Unavailable"))
 
     def _serve(self, info: EngineInfo) -> None:
-        self._peering = create_peering(self._config.transfer, info)
-        if self._peering is not None:
-            info = msgspec.structs.replace(info, peer=self._peering.facts)
-            for fd in self._peering.wake_fds:
-                self._poller.register(fd, zmq.POLLIN)
+        info = self._membership.join(info)
         scheduler = create_scheduler(self._config, info, self._peering)
+        self._adapters = Adapters(scheduler, info.max_loras)
+        self._gate = Gate(self._add)
+        self._upkeep = Upkeep(scheduler, self._gate, self._membership, info=info, tell=self._replies.append)
         self._channel.send(Ready(info))
         try:
             while not self._has_drained(scheduler):
                 self._turn(scheduler)
         except Exception as error:
             fatal = _as_fatal(error)
-            for request_id in scheduler.open_requests():
+            for request_id in (*scheduler.open_requests(), *self._gate.held):
                 self._channel.send(RequestFailed.of(request_id, fatal))
             raise fatal from error
 
-    def _turn(self, scheduler: Scheduler) -> None:
+    def _turn(self, scheduler: AnyScheduler) -> None:
         """One round: take messages and finished steps, plan and submit what can run, answer, then wait for news."""
         started = time.thread_time()
         for message in self._channel.receive_all():
             self._obey(scheduler, message)
         if self._peering is not None:
-            self._peering.turn(scheduler, is_draining=self._drain_deadline is not None)
-        if (output := self._executor.poll()) is not None:
+            self._peering.turn(self._adapters.admit, refusal=self._gate.reason)
+        if isinstance(output := self._executor.poll(), CallDone):
+            self._administration.finished(output)
+        elif output is not None:
             scheduler.apply(output)
             self._clockwork.compute_s += output.compute_s
             if self._config.scheduler.check_invariants:
                 self._check(scheduler)
+        self._administration.turn()
         if (batch := scheduler.plan()) is not None:
             self._executor.submit(batch)
         self._send_answers(scheduler)
@@ -164,21 +186,20 @@ class EngineCore:
                 self._check(scheduler)
             self._poller.poll(IDLE_WAIT_MS)
 
-    def _check(self, scheduler: Scheduler) -> None:
+    def _check(self, scheduler: AnyScheduler) -> None:
         scheduler.check()
         if self._peering is not None:
             self._peering.hinge.check()
 
-    def _obey(self, scheduler: Scheduler, message: ToEngine) -> None:
+    def _obey(self, scheduler: AnyScheduler, message: ToEngine) -> None:
         match message:
             case AddRequest(request=request):
                 try:
-                    if self._drain_deadline is not None:
-                        raise Unavailable("the engine is shutting down; send the request elsewhere")
-                    self._add(scheduler, request)
+                    self._gate.offer(request)
                 except DiptychError as error:
                     self._channel.send(RequestFailed.of(request.request_id, error))
             case AbortRequests(request_ids=request_ids):
+                self._gate.abort(request_ids)
                 for request_id in scheduler.open_requests() if request_ids is None else request_ids:
                     scheduler.abort(request_id)
             case FlushCache(call_id=call_id):
@@ -189,21 +210,30 @@ class EngineCore:
                 self._channel.send(Reply(call_id, True, load=self._measure_load(scheduler)))
             case Drain(timeout_s=timeout_s):
                 self._drain_deadline = time.monotonic() + timeout_s
+                self._upkeep.end_pause()
+                self._gate.refuse("the engine is shutting down; send the request elsewhere")
                 if self._peering is not None:
                     self._peering.hinge.leave(timeout_s)
+            case CallWorkers():
+                self._administration.obey(message)
+            case AddAdapter() | RemoveAdapter():
+                self._administration.begin(message.call_id, self._adapters.script(message))
+            case _:
+                self._administration.begin(message.call_id, self._upkeep.script(message))
 
-    def _add(self, scheduler: Scheduler, request: Request) -> None:
+    def _add(self, request: Request) -> None:
         if self._peering is not None:
-            self._peering.add(request, scheduler)
+            self._peering.add(request, self._adapters.admit)
         elif request.handoff is None:
-            scheduler.add(request)
+            self._adapters.admit(request)
         else:
             raise Unsupported(
                 "this engine has no peers; start it with --role prefill or --role decode", "bootstrap_host"
             )
 
-    def _send_answers(self, scheduler: Scheduler) -> None:
-        answers = scheduler.take_answers()
+    def _send_answers(self, scheduler: AnyScheduler) -> None:
+        answers = [*self._gate.take_answers(), *scheduler.take_answers()]
+        self._adapters.note_answers(answers)
         outputs = [answer for answer in answers if isinstance(answer, RequestOutput)]
         is_due = time.monotonic() - self._clockwork.reported_at >= LOAD_REPORT_INTERVAL_S
         if outputs or is_due:
@@ -212,8 +242,11 @@ class EngineCore:
         for answer in answers:
             if isinstance(answer, RequestFailed):
                 self._channel.send(answer)
+        for reply in self._replies:
+            self._channel.send(reply)
+        self._replies.clear()
 
-    def _report_load(self, scheduler: Scheduler) -> EngineLoad:
+    def _report_load(self, scheduler: AnyScheduler) -> EngineLoad:
         """The load, with the generation rate since the last report."""
         clockwork, now = self._clockwork, time.monotonic()
         total = scheduler.counters.generation_tokens_total
@@ -222,7 +255,7 @@ class EngineCore:
         clockwork.reported_at, clockwork.reported_tokens = now, total
         return self._measure_load(scheduler)
 
-    def _measure_load(self, scheduler: Scheduler) -> EngineLoad:
+    def _measure_load(self, scheduler: AnyScheduler) -> EngineLoad:
         clockwork = self._clockwork
         load, peering = scheduler.load(), self._peering
         num_quarantined = load.num_quarantined_pages
@@ -234,7 +267,7 @@ class EngineCore:
             compute_s_total=clockwork.compute_s,
         )
 
-    def _has_drained(self, scheduler: Scheduler) -> bool:
+    def _has_drained(self, scheduler: AnyScheduler) -> bool:
         """Whether a drain was asked for and nothing is left; past its deadline, what is left is aborted, then left."""
         if self._drain_deadline is None:
             return False

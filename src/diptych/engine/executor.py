@@ -5,6 +5,7 @@ The engine stays responsive (cancels, heartbeats) while a step computes, and onl
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -14,10 +15,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from diptych.config import EngineConfig
 from diptych.core.batch import Batch, StepOutput
+from diptych.core.calls import CallDone, SubmittedCall, WorkerCall, answered
 from diptych.core.messages import EngineInfo, Loading
-from diptych.errors import DiptychError, WorkerError
+from diptych.errors import DiptychError, Unsupported, WorkerError
 
 if TYPE_CHECKING:
+    import zmq
+
+    from diptych.engine.agents import AgentChannel
+    from diptych.parallel.world import World
     from diptych.worker.runner import PendingStep
     from diptych.worker.worker import Worker
 
@@ -37,13 +43,22 @@ class Executor(Protocol):
         """Queue a batch; never blocks."""
         ...
 
-    def poll(self) -> StepOutput | None:
-        """The oldest finished step, if any. Raises WorkerError if a step failed: the engine must stop."""
+    def call(self, call_id: int, call: WorkerCall) -> None:
+        """Have every worker obey once the steps submitted so far are done, before any later one; never blocks."""
+        ...
+
+    def poll(self) -> StepOutput | CallDone | None:
+        """The oldest finished step or call, if any. Raises WorkerError if a step failed: the engine must stop."""
         ...
 
     @property
-    def wake_fd(self) -> int:
-        """Readable when `poll_loading` or `poll` may have news; drained by them."""
+    def wake_fd(self) -> int | zmq.Socket[bytes]:
+        """For a poller: readable when `poll_loading` or `poll` may have news; drained by them."""
+        ...
+
+    @property
+    def agent_channel(self) -> AgentChannel | None:
+        """To the transfer agents in the ranks' processes; None where the only rank is a thread of this one."""
         ...
 
     def shutdown(self) -> None:
@@ -52,13 +67,17 @@ class Executor(Protocol):
 
 
 class InProcessExecutor:
-    """One worker on a thread of this process."""
+    """One worker on a thread of this process.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args: config: resolved. open_world: meets the other ranks, on that thread; None: there are none.
+    """
+
+    def __init__(self, config: EngineConfig, *, open_world: Callable[[], World] | None = None) -> None:
         self._config = config
-        self._work: queue.SimpleQueue[Batch | PendingStep | None] = queue.SimpleQueue()
+        self._open_world = open_world
+        self._work: queue.SimpleQueue[Batch | SubmittedCall | PendingStep | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[Loading | EngineInfo | StepOutput | Exception] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Loading | EngineInfo | StepOutput | CallDone | Exception] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         self._thread = threading.Thread(target=self._run, name="diptych-worker", daemon=True)
@@ -73,16 +92,23 @@ class InProcessExecutor:
 
     def poll_loading(self) -> Loading | EngineInfo | None:
         news = self._take()
-        assert not isinstance(news, StepOutput), "a step finished before loading did"
+        assert not isinstance(news, StepOutput | CallDone), "a step finished before loading did"
         return news
 
     def submit(self, batch: Batch) -> None:
         self._work.put(batch)
 
-    def poll(self) -> StepOutput | None:
+    def call(self, call_id: int, call: WorkerCall) -> None:
+        self._work.put(SubmittedCall(call_id, call))
+
+    def poll(self) -> StepOutput | CallDone | None:
         news = self._take()
-        assert news is None or isinstance(news, StepOutput), "loading news after it was done"
+        assert not isinstance(news, Loading | EngineInfo), "loading news after it was done"
         return news
+
+    @property
+    def agent_channel(self) -> None:
+        return None
 
     def shutdown(self) -> None:
         self._work.put(None)
@@ -94,7 +120,7 @@ class InProcessExecutor:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def _take(self) -> Loading | EngineInfo | StepOutput | None:
+    def _take(self) -> Loading | EngineInfo | StepOutput | CallDone | None:
         try:
             news = self._news.get_nowait()
         except queue.Empty:
@@ -106,7 +132,7 @@ class InProcessExecutor:
             raise WorkerError(f"{type(news).__name__}: {news}") from news
         return news
 
-    def _put(self, news: Loading | EngineInfo | StepOutput | Exception) -> None:
+    def _put(self, news: Loading | EngineInfo | StepOutput | CallDone | Exception) -> None:
         # The byte first: whoever finds the news finds its byte, too.
         os.write(self._wake_write, b"\0")
         self._news.put(news)
@@ -115,13 +141,17 @@ class InProcessExecutor:
         """The worker's thread: load, then launch batches and collect those that the device has computed, until told to
         end.
         """
-        # Imported here: torch takes seconds, and whoever only plans must not pay for it.
-        from diptych.worker.worker import create_worker
-
         try:
-            worker = create_worker(self._config, lambda what, done, total: self._put(Loading(what, done, total)))
-            self._put(worker.info)
-            self._serve(worker)
+            # Imported here: torch takes seconds, and whoever only plans must not pay for it.
+            from diptych.worker.worker import create_worker
+
+            with contextlib.ExitStack() as stack:
+                world = None if self._open_world is None else stack.enter_context(self._open_world())
+                worker = create_worker(
+                    self._config, lambda what, done, total: self._put(Loading(what, done, total)), world
+                )
+                self._put(worker.info)
+                self._serve(worker)
         except Exception as error:
             self._put(error)
 
@@ -132,6 +162,11 @@ class InProcessExecutor:
                 outstanding.append(worker.launch(work))
                 if not outstanding[-1].is_done:
                     self._watch_over(outstanding[-1])
+            elif isinstance(work, SubmittedCall):
+                while outstanding:
+                    outstanding[0].wait()
+                    self._put(outstanding.popleft().collect())
+                self._put(answered(work, worker.obey))
             while outstanding and outstanding[0].is_done:
                 self._put(outstanding.popleft().collect())
 
@@ -150,16 +185,27 @@ class InProcessExecutor:
             self._put(error)
 
 
+def refuse_call(call: WorkerCall) -> bytes:
+    """What a worker without weights says to any call."""
+    raise Unsupported(f"{type(call).__name__} is nothing that this worker can do: it has no weights")
+
+
 class PolledExecutor:
     """Runs a batch on the engine's own thread, when its result is asked for: for workers that have nothing to load.
 
-    Args: step: computes a batch.
+    Args: step: computes a batch. obey: does what a call asks; without it every call is refused.
     """
 
-    def __init__(self, info: EngineInfo, step: Callable[[Batch], StepOutput]) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        step: Callable[[Batch], StepOutput],
+        obey: Callable[[WorkerCall], bytes] = refuse_call,
+    ) -> None:
         self._info: EngineInfo | None = info
         self._step = step
-        self._batches: deque[Batch] = deque()
+        self._obey = obey
+        self._work: deque[Batch | SubmittedCall] = deque()
         self._wake_read, self._wake_write = os.pipe()
 
     @property
@@ -168,8 +214,8 @@ class PolledExecutor:
 
     @property
     def has_work(self) -> bool:
-        """Whether a batch waits to be run."""
-        return bool(self._batches)
+        """Whether a batch or a call waits."""
+        return bool(self._work)
 
     def start(self) -> None:
         """Nothing to load."""
@@ -179,14 +225,23 @@ class PolledExecutor:
         return info
 
     def submit(self, batch: Batch) -> None:
-        self._batches.append(batch)
+        self._work.append(batch)
         os.write(self._wake_write, b"\0")
 
-    def poll(self) -> StepOutput | None:
-        if not self._batches:
+    def call(self, call_id: int, call: WorkerCall) -> None:
+        self._work.append(SubmittedCall(call_id, call))
+        os.write(self._wake_write, b"\0")
+
+    def poll(self) -> StepOutput | CallDone | None:
+        if not self._work:
             return None
         os.read(self._wake_read, 1)
-        return self._step(self._batches.popleft())
+        work = self._work.popleft()
+        return self._step(work) if isinstance(work, Batch) else answered(work, self._obey)
+
+    @property
+    def agent_channel(self) -> None:
+        return None
 
     def shutdown(self) -> None:
         os.close(self._wake_read)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -16,7 +17,7 @@ from diptych.config import EngineConfig
 from diptych.core.channel import Channel, open_socket
 from diptych.core.messages import FromEngine, ToEngine
 from diptych.engine.engine import EngineCore
-from diptych.engine.executor import InProcessExecutor
+from diptych.engine.multi_process import create_executor
 from diptych.log import setup_logging
 
 # The worker's thread needs the interpreter for moments between kernels; with Python's own 5 ms it would wait that long
@@ -37,7 +38,9 @@ def main() -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel: Channel[FromEngine, ToEngine] = Channel(open_socket(context, arguments.endpoint, bind=False), ToEngine)
     try:
-        return EngineCore(config, InProcessExecutor(config), channel).run()
+        # Sockets of ranks go where the server's is, which removes the folder even after a kill.
+        folder = Path(arguments.endpoint.removeprefix("ipc://")).parent
+        return EngineCore(config, create_executor(config, folder), channel).run()
     finally:
         context.term()
 

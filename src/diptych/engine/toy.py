@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
 from diptych.core.batch import Admission, Batch, RowOutput, SequenceStep, StepOutput
+from diptych.core.calls import WorkerCall
 from diptych.core.messages import EngineInfo
 from diptych.core.request import Request
-from diptych.engine.executor import PolledExecutor
+from diptych.engine.executor import PolledExecutor, refuse_call
 
 
 def next_token(token_ids: list[int], vocab_size: int) -> int:
@@ -39,6 +41,11 @@ def expected_output(request: Request, *, vocab_size: int, max_len: int, eos_toke
     return output
 
 
+def no_guess(token_ids: list[int], most: int) -> list[int]:
+    """Drafts of a worker that does not speculate."""
+    return []
+
+
 class ToySlot:
     """An admitted sequence."""
 
@@ -51,13 +58,29 @@ class ToySlot:
         self.stops = set(admission.eos_token_ids) | set(admission.sampling.stop_token_ids)
         self.has_ended = False
 
+    def append(self, token_id: int) -> None:
+        """Take over a sampled token, which may end the sequence."""
+        self.token_ids.append(token_id)
+        num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
+        self.has_ended = len(self.token_ids) >= self.max_len or (
+            token_id in self.stops and num_output_tokens >= self.min_tokens
+        )
+
 
 class ToyWorker:
     """Runs batches over `num_pages` pages. memory: int32 [num_pages, K and V, page_size], a page-major pool of one
-    layer.
+    layer. guess: drafts that may follow a text, at most so many; by default none.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        vocab_size: int,
+        guess: Callable[[list[int], int], list[int]] = no_guess,
+    ) -> None:
+        self._guess = guess
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.memory = np.full((num_pages, 2, page_size), -1, dtype=np.int32)
@@ -75,9 +98,11 @@ class ToyWorker:
         for step in batch.steps:
             self._slots[step.slot].pages += step.new_pages
         live = [step for step in batch.steps if not self._slots[step.slot].has_ended]
+        drafts = {step.slot: self._guess(self._slots[step.slot].token_ids, step.max_drafts) for step in live}
         for step in live:
-            self._write(step)
-        return StepOutput(batch.step_id, [self._read(step) for step in batch.steps], 0.0)
+            self._write(step, drafts[step.slot])
+        rows = [self._read(step, drafts.get(step.slot, [])) for step in batch.steps]
+        return StepOutput(batch.step_id, rows, 0.0)
 
     def store(self, pages: list[int], start: int, token_ids: list[int]) -> None:
         """Write the KV of these tokens, at positions from `start` on."""
@@ -91,28 +116,35 @@ class ToyWorker:
         seen: list[int] = np.where(values == np.arange(num_tokens), keys, -1).tolist()
         return seen
 
-    def _write(self, step: SequenceStep) -> None:
+    def _write(self, step: SequenceStep, drafts: list[int]) -> None:
         slot = self._slots[step.slot]
-        self.num_computed_tokens += step.num_tokens
-        self.store(slot.pages, step.start, slot.token_ids[step.start : step.start + step.num_tokens])
+        self.num_computed_tokens += step.num_tokens + len(drafts)
+        self.store(slot.pages, step.start, slot.token_ids[step.start : step.start + step.num_tokens] + drafts)
 
-    def _read(self, step: SequenceStep) -> RowOutput:
+    def _read(self, step: SequenceStep, drafts: list[int]) -> RowOutput:
         slot = self._slots[step.slot]
         if slot.has_ended or not step.samples:
             return RowOutput([])
-        token_id = next_token(self.load(slot.pages, step.start + step.num_tokens), self.vocab_size)
-        slot.token_ids.append(token_id)
-        num_output_tokens = len(slot.token_ids) - slot.num_prompt_tokens
-        slot.has_ended = len(slot.token_ids) >= slot.max_len or (
-            token_id in slot.stops and num_output_tokens >= slot.min_tokens
-        )
-        return RowOutput([token_id])
+        token_ids: list[int] = []
+        for draft in (*drafts, -1):
+            num_seen = step.start + step.num_tokens + len(token_ids)
+            token_ids.append(next_token(self.load(slot.pages, num_seen), self.vocab_size))
+            slot.append(token_ids[-1])
+            if token_ids[-1] != draft or slot.has_ended:
+                break
+        return RowOutput(token_ids, num_drafts=len(drafts))
 
 
 class ToyExecutor(PolledExecutor):
-    """Runs a toy worker, by default a plain one of the shape that `info` says."""
+    """Runs a toy worker, by default a plain one of the shape that `info` says. obey: what it does about calls."""
 
-    def __init__(self, info: EngineInfo, worker: ToyWorker | None = None) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        worker: ToyWorker | None = None,
+        *,
+        obey: Callable[[WorkerCall], bytes] = refuse_call,
+    ) -> None:
         self.worker = worker or ToyWorker(info.num_pages, info.page_size, vocab_size=info.vocab_size)
         info = msgspec.structs.replace(info, kv_address=self.worker.memory.ctypes.data)
-        super().__init__(info, self.worker.step)
+        super().__init__(info, self.worker.step, obey)

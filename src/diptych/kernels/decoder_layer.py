@@ -14,6 +14,7 @@ import torch
 from diptych.kernels.attention import PagedAttention, StepShape
 from diptych.kernels.library import kernels
 from diptych.kernels.linear import LinearKernel
+from diptych.kernels.low_rank import AdaptedLayer, StackSegments
 from diptych.kernels.norm import FusedHeads, FusedNorm
 
 
@@ -45,7 +46,12 @@ class _Rotation(ctypes.Structure):
 class _StackedLayer(ctypes.Structure):
     """StackedLayer of csrc/abi.h."""
 
-    _fields_ = (("layer", ctypes.c_void_p), ("attention", ctypes.c_void_p), ("rotation", ctypes.c_int64))
+    _fields_ = (
+        ("layer", ctypes.c_void_p),
+        ("attention", ctypes.c_void_p),
+        ("rotation", ctypes.c_int64),
+        ("adapted", ctypes.c_void_p),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +102,12 @@ class FusedLayer:
 
 @dataclass(frozen=True, slots=True)
 class StackedLayer:
-    """A layer in its place. rotation: which of a step's rotations it uses."""
+    """A layer in its place. rotation: which of a step's rotations it uses. adapted: its GEMMs with adapters."""
 
     layer: FusedLayer
     attention: PagedAttention
     rotation: int
+    adapted: AdaptedLayer | None = None
 
 
 class FusedStack:
@@ -112,7 +119,15 @@ class FusedStack:
         self._library = library
         self._held = tuple(layers)
         self._layers = (_StackedLayer * len(layers))(
-            *(_StackedLayer(each.layer.address, each.attention.address, each.rotation) for each in layers)
+            *(
+                _StackedLayer(
+                    each.layer.address,
+                    each.attention.address,
+                    each.rotation,
+                    None if each.adapted is None else each.adapted.address,
+                )
+                for each in layers
+            )
         )
         self._address = ctypes.addressof(self._layers)
         self._address_of_last = ctypes.addressof(self._layers[-1])
@@ -124,19 +139,28 @@ class FusedStack:
         shape: StepShape,
         *,
         wanted: torch.Tensor | None = None,
+        adapters: StackSegments | None = None,
     ) -> torch.Tensor:
         """The residual stream [T, hidden] after these layers, in place; with `wanted`, of these tokens alone.
 
         Args: rotations: cosines and sines with the first half negated, [T, 1, D] each, contiguous. wanted: int64 [R],
-        ascending: the last layer does no more for other tokens than write their K and V.
+        ascending: the last layer does no more for other tokens than write their K and V. adapters: of all tokens and,
+        after the last layer's attention, of the wanted ones.
         """
         packed = (_Rotation * len(rotations))(*(_Rotation(cos.data_ptr(), sin.data_ptr()) for cos, sin in rotations))
         operands = (ctypes.addressof(packed), hidden.data_ptr(), hidden.stride(0))
+        segments = None if adapters is None else adapters.address
         run, count = self._library.decoder_layers, len(self._held)
         if wanted is None or len(wanted) == len(hidden):
-            run(self._address, count, shape.address, *operands)
+            run(self._address, count, shape.address, *operands, segments)
             return hidden
-        run(self._address, count - 1, shape.address, *operands)
+        run(self._address, count - 1, shape.address, *operands, segments)
         last = shape.only(wanted)
-        run(self._address_of_last, 1, last.address, *operands)
+        run(
+            self._address_of_last,
+            1,
+            last.address,
+            *operands,
+            None if adapters is None else adapters.address_of_last,
+        )
         return hidden[: len(wanted)]

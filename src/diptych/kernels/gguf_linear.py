@@ -68,17 +68,33 @@ class GGUFLinear(LinearKernel):
         for index, (part, memory) in enumerate(zip(parts, weight.split(nbytes), strict=True)):
             _pack(library, part, memory)
             self._parts[index] = _Part(memory.data_ptr(), _num_blocks(part), part.kind)
-        self._bias = None if bias is None else block_bias(bias, is_interleaved=gated is not None)
+        blocks = None if bias is None else block_bias(bias, is_interleaved=gated is not None)
         out_features = sum(len(part.order) for part in parts)
         layer = LayerStructure(
-            bias=None if self._bias is None else self._bias.data_ptr(),
+            bias=None if blocks is None else blocks.data_ptr(),
             out_features=sum(map(_num_blocks, parts)) * BLOCK_OUTPUTS,
             in_features=parts[0].in_features,
             num_outputs=out_features if gated is None else out_features // 2,
             parts=ctypes.addressof(self._parts),
             num_parts=len(parts),
         )
-        super().__init__(weight, layer, in_features=parts[0].in_features, gated=gated)
+        super().__init__(weight, layer, bias=blocks, in_features=parts[0].in_features, gated=gated)
+
+        self._num_outputs_of_part = [len(part.order) for part in parts]
+
+    def read_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Outputs start:stop of all parts, expanded to bfloat16 [stop - start, I]."""
+        read, begin = [], 0
+        for index, num_outputs in enumerate(self._num_outputs_of_part):
+            first, last = max(start - begin, 0), min(stop - begin, num_outputs)
+            begin += num_outputs
+            if first >= last:
+                continue
+            # The kernel reads the first part of a layer: an embedding has no other.
+            alone = LayerStructure.from_buffer_copy(self._layer)
+            alone.parts = ctypes.addressof(self._parts[index])
+            read.append(self._rows_of(ctypes.addressof(alone), torch.arange(first, last), None))
+        return torch.cat(read)
 
 
 def _num_blocks(part: StoredBlocks) -> int:

@@ -30,14 +30,18 @@ def map_huge(nbytes: int) -> mmap.mmap:
     return memory
 
 
-class _Arena:
-    """Hands out slices of one large mapping after another: a weight of 2 MB alone would fill no huge page."""
+class Arena:
+    """Hands out slices of one large mapping after another: a weight of 2 MB alone would fill no huge page.
+
+    A mapping is given back when the last tensor over it is gone.
+    """
 
     def __init__(self) -> None:
         self._chunk: torch.Tensor | None = None
         self._used = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
+        """Zeroed uint8 [nbytes], 64-byte aligned."""
         if nbytes > _ARENA_NBYTES // 2:
             return torch.frombuffer(map_huge(nbytes), dtype=torch.uint8)
         if self._chunk is None or self._used + nbytes > _ARENA_NBYTES:
@@ -47,7 +51,7 @@ class _Arena:
         return self._chunk[start : start + nbytes]
 
 
-_arena = _Arena()
+_arena = Arena()
 
 
 def empty_weight(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -96,6 +100,21 @@ def empty_rows(num_rows: int, row_size: int, dtype: torch.dtype) -> torch.Tensor
         return empty((num_rows, row_size), dtype)
     padding = 64 // dtype.itemsize
     return empty((num_rows, row_size + padding), dtype)[:, :row_size]
+
+
+def give_back(memory: torch.Tensor) -> None:
+    """Return the system's pages under a contiguous CPU tensor; it keeps its place and reads as zeros.
+
+    What shares its first or last page with others stays. Raises: OSError if the system refuses.
+    """
+    page = mmap.PAGESIZE
+    start = -(-memory.data_ptr() // page) * page
+    length = (memory.data_ptr() + memory.nbytes) // page * page - start
+    if length <= 0:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), f"{length} bytes could not be returned to the system")
 
 
 def give_back_heap() -> None:

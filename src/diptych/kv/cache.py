@@ -51,6 +51,7 @@ class KVCache:
         self._open: set[SequencePages] = set()
         self._taken_out: set[int] = set()
         self._num_owned = 0
+        self._epoch = 0
 
     @property
     def num_free(self) -> int:
@@ -87,10 +88,6 @@ class KVCache:
         """Sequences opened and not yet closed, discarded or taken out."""
         return len(self._open)
 
-    def usage(self) -> float:
-        """Share of the pool that is in use and cannot be had by evicting: 0 to 1."""
-        return 1.0 - self.num_available / self.num_pages if self.num_pages else 0.0
-
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
@@ -98,7 +95,8 @@ class KVCache:
     def match_length(self, token_ids: Sequence[int], cache_key: str) -> int:
         """Tokens that `open` would find cached: whole pages, never all of `token_ids`. Pins nothing, is no use."""
         limit = self._most_cached_pages(len(token_ids), None)
-        return self._prefix_cache.find(token_ids, cache_key, max_pages=limit).num_pages * self.page_size
+        found = self._prefix_cache.find(token_ids, self._key_now(cache_key), max_pages=limit)
+        return found.num_pages * self.page_size
 
     def open(
         self, token_ids: Sequence[int], cache_key: str, *, num_tokens: int, max_cached_tokens: int | None = None
@@ -113,7 +111,7 @@ class KVCache:
         if num_needed > self.num_available + self.num_cached - self.num_evictable:
             return None  # not even if every pinned page were a hit: spares a waiting prompt the walk
         limit = self._most_cached_pages(len(token_ids), max_cached_tokens)
-        found = self._prefix_cache.find(token_ids, cache_key, max_pages=limit)
+        found = self._prefix_cache.find(token_ids, self._key_now(cache_key), max_pages=limit)
         num_lacking = max(0, num_needed - found.num_pages)
         if num_lacking > self.num_available - found.num_unpinned:
             return None
@@ -192,6 +190,18 @@ class KVCache:
             return False
         self._allocator.free(self._prefix_cache.clear())
         return True
+
+    def outdate(self) -> None:
+        """Nothing computed so far is found any more: it was computed with other weights, say.
+
+        Open sequences keep their pages; what they publish later is not found either, as it follows on from those.
+        """
+        self._epoch += 1
+        self._allocator.free(self._prefix_cache.evict(self.num_evictable))
+
+    def _key_now(self, cache_key: str) -> str:
+        """The cache key of sequences that are opened now."""
+        return f"{self._epoch}\n{cache_key}" if self._epoch else cache_key
 
     def check(self) -> None:
         """Raise InvariantError unless free + cached + owned is every page, each in one place; walks everything."""

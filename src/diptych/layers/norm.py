@@ -13,7 +13,7 @@ from torch import nn
 
 from diptych.kernels.linear import Quantization
 from diptych.kernels.norm import FusedNorm, can_normalize
-from diptych.layers.parameter import fill, new_parameter, read_checked
+from diptych.layers.parameter import fill, new_parameter
 from diptych.layers.weights import WeightSource
 
 
@@ -75,9 +75,7 @@ class RMSNorm(nn.Module):
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read `{prefix}.weight`."""
-        fill(self.weight, source, f"{prefix}.weight")
-        if self.unit_offset:
-            self.weight.add_(1.0)
+        fill(self.weight, source, f"{prefix}.weight", offset=float(self.unit_offset))
 
 
 class QueryKeyNorm(nn.Module):
@@ -109,8 +107,7 @@ class QueryKeyNorm(nn.Module):
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read `{prefix}.q_norm.weight` and `{prefix}.k_norm.weight`."""
-        shape = (self.weight.shape[-1],)
-        self.weight[: self.num_heads] = read_checked(source, f"{prefix}.q_norm.weight", shape)
-        self.weight[self.num_heads :] = read_checked(source, f"{prefix}.k_norm.weight", shape)
-        if self.unit_offset:
-            self.weight.add_(1.0)
+        queries, keys = self.weight[: self.num_heads], self.weight[self.num_heads :]
+        for heads, name in ((queries, "q_norm"), (keys, "k_norm")):
+            fill(heads[0], source, f"{prefix}.{name}.weight", offset=float(self.unit_offset))
+            heads[1:] = heads[0]

@@ -13,7 +13,8 @@ from diptych.errors import ConfigError
 from diptych.kernels.gguf_linear import StoredBlocks
 from diptych.kernels.linear import BLOCK_OUTPUTS
 from diptych.kernels.memory import empty_weight
-from diptych.layers.weights import BlockSource, WeightSource
+from diptych.layers.shard import Part
+from diptych.layers.weights import BlockSource, Rows, WeightSource, WeightVisitor
 
 _FILL_NUMEL = 1 << 22
 
@@ -25,12 +26,6 @@ def new_parameter(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.d
     return nn.Parameter(memory, requires_grad=False)
 
 
-def read_checked(source: WeightSource, name: str, expected: tuple[int, ...]) -> torch.Tensor:
-    """The whole tensor `name`. Raises ConfigError if it is missing or its shape is not `expected`."""
-    _check_shape(source, name, expected)
-    return source.read(name)
-
-
 def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> None:
     found = tuple(source.shape(name))
     if found != expected:
@@ -40,30 +35,54 @@ def _check_shape(source: WeightSource, name: str, expected: tuple[int, ...]) -> 
         )
 
 
-def fill(destination: torch.Tensor, source: WeightSource, name: str) -> None:
-    """Copy tensor `name` into `destination` (a parameter or a slice of one), converting dtype and device.
+def fill(destination: Rows, source: WeightSource, name: str, *, part: Part | None = None, offset: float = 0.0) -> None:
+    """Copy tensor `name`, plus `offset`, into `destination` (a parameter or rows of one), converting dtype and device.
 
-    Some rows at a time: a source may have to expand what it reads, and an embedding twice would be the most memory that
-    the process ever has. Raises ConfigError if the tensor is missing or has another shape.
+    A visitor is shown the destination instead. Some rows at a time: a source may have to expand what it reads, and an
+    embedding twice would be the most memory that the process ever has. Args: part: what of the tensor is wanted, and
+    read; None: all. Raises ConfigError if the tensor is missing or has another shape.
     """
-    _check_shape(source, name, tuple(destination.shape))
+    if isinstance(source, WeightVisitor):
+        source.visit(name, destination, part=part, offset=offset)
+        return
+    _check_shape(source, name, _whole_shape(destination, part))
+    with torch.no_grad():
+        if part is not None and part.dim != 0:
+            read = source.read(name, dim=part.dim, start=part.share.start, stop=part.share.stop)
+            destination.copy_(read)
+        else:
+            _fill_rows(destination, source, name, first=0 if part is None else part.share.start)
+        if offset:
+            destination.add_(offset)  # in the destination's dtype, which may be the wider
+
+
+def _whole_shape(destination: Rows, part: Part | None) -> tuple[int, ...]:
+    """Of the tensor whose part is kept at `destination`."""
+    shape = list(destination.shape)
+    if part is not None:
+        shape[part.dim] = part.share.size
+    return tuple(shape)
+
+
+def _fill_rows(destination: Rows, source: WeightSource, name: str, *, first: int) -> None:
+    """Read a tensor's rows from `first` on."""
     num_rows = len(destination)
     step = num_rows if destination.is_meta else max(1, _FILL_NUMEL * num_rows // destination.numel())
-    with torch.no_grad():
-        for start in range(0, num_rows, step):
-            stop = min(start + step, num_rows)
-            destination[start:stop].copy_(source.read(name, start=start, stop=stop))
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        destination[start:stop].copy_(source.read(name, start=first + start, stop=first + stop))
 
 
-def stored_blocks(source: WeightSource, sizes: dict[str, int]) -> tuple[StoredBlocks, ...] | None:
+def stored_blocks(source: WeightSource, parts: dict[str, Part]) -> tuple[StoredBlocks, ...] | None:
     """Matrices of one layer that their file holds as blocks, to be computed as they are; None if any is to be read.
 
-    Args: sizes: tensor names, and the outputs of each.
+    Args: parts: what is wanted of each tensor, by name.
     """
-    if not isinstance(source, BlockSource) or any(size % BLOCK_OUTPUTS != 0 for size in list(sizes.values())[:-1]):
+    num_outputs = [len(part.share) for part in parts.values() if part.dim == 0]
+    if not isinstance(source, BlockSource) or any(count % BLOCK_OUTPUTS != 0 for count in num_outputs[:-1]):
         return None
-    found = [source.blocks(name) for name in sizes]
-    return tuple(part for part in found if part is not None) if None not in found else None
+    found = [source.blocks(name, part) for name, part in parts.items()]
+    return tuple(blocks for blocks in found if blocks is not None) if None not in found else None
 
 
 def without_memory(weight: nn.Parameter) -> nn.Parameter:

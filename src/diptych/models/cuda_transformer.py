@@ -9,7 +9,7 @@ T = tokens of the step, R = rows whose logits are wanted, H = query heads, G = K
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,10 @@ from diptych.kernels.cuda.norm import add_norm, add_rms_norm, rms_norm
 from diptych.kv.pool import KVPool
 from diptych.layers.linear import Linear
 from diptych.layers.mlp import GatedMLP
+from diptych.layers.moe import MoE
 from diptych.layers.norm import RMSNorm
 from diptych.layers.rotary import RotaryEmbedding
-from diptych.models.transformer import DecoderLayer, LayerBlocks, Transformer
+from diptych.models.transformer import LayerBlocks, Transformer
 
 
 class Attend(Protocol):
@@ -64,13 +65,13 @@ class CudaTransformer:
         self._model = model
         self._pool = pool
         self._last_tokens = last_tokens
-        self._blocks = [cast(DecoderLayer, layer).blocks() for layer in model.layers]
+        blocks_of_layers = model.layer_blocks
+        assert blocks_of_layers is not None, "a layer of other parts runs in plain torch"
+        self._blocks = blocks_of_layers
         self._windows = model.config.layer_windows
-        linears = [
-            linear
-            for blocks in self._blocks
-            for linear in (blocks.attention.qkv, blocks.attention.o_proj, blocks.mlp.gate_up, blocks.mlp.down)
-        ]
+        linears = [linear for blocks in self._blocks for linear in (blocks.attention.qkv, blocks.attention.o_proj)]
+        networks = [blocks.mlp for blocks in self._blocks if isinstance(blocks.mlp, GatedMLP)]
+        linears += [linear for mlp in networks for linear in (mlp.gate_up, mlp.down)]
         self._fuses_layers = all(
             blocks.post_attention_norm is None and blocks.post_mlp_norm is None for blocks in self._blocks
         ) and all(small.supports(linear.weight) for linear in linears)
@@ -111,6 +112,9 @@ class CudaTransformer:
             projected = _small(hidden, attention.qkv, norm=blocks.input_norm)
             attended = self._attended(projected, blocks, table, step)
             _small(attended, attention.o_proj, residual=hidden)
+            if isinstance(mlp, MoE):
+                hidden.add_(mlp(_normed(hidden, blocks.mlp_norm)))
+                continue
             activated = hidden.new_empty(hidden.shape[0], mlp.intermediate_size)
             norm = blocks.mlp_norm
             small.small_linear(
@@ -177,7 +181,10 @@ def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     return F.linear(x, linear.weight, linear.bias)
 
 
-def _fed_forward(x: torch.Tensor, mlp: GatedMLP) -> torch.Tensor:
+def _fed_forward(x: torch.Tensor, mlp: GatedMLP | MoE) -> torch.Tensor:
+    if isinstance(mlp, MoE):
+        mixed: torch.Tensor = mlp(x)
+        return mixed
     gate_up = _linear(x, mlp.gate_up)
     activated = gate_up.new_empty(gate_up.shape[0], mlp.intermediate_size)
     gated(gate_up, out=activated, kind=mlp.activation)

@@ -20,25 +20,33 @@ from diptych.models.transformer import (
     gated_mlp,
     query_key_norm,
 )
+from diptych.parallel.layer_groups import ONE_RANK, LayerGroups
 
 
 class Gemma3Layer(DecoderLayer):
     """Attention, then MLP: each reads the normalised stream, and its output is normalised again before it is added."""
 
     def __init__(
-        self, config: TransformerConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: TransformerConfig,
+        layer: int,
+        *,
+        groups: LayerGroups = ONE_RANK,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
-        super().__init__(config, layer, dtype=dtype, device=device)
+        super().__init__(config, layer, groups=groups, dtype=dtype, device=device)
 
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=True, dtype=dtype, device=device)
 
         self.input_layernorm = norm()
-        head_norm = query_key_norm(config, unit_offset=True, dtype=dtype, device=device)
-        self.self_attn = SelfAttention(config, layer, head_norm=head_norm, dtype=dtype, device=device)
+        group = groups.attention
+        head_norm = query_key_norm(config, unit_offset=True, group=group, dtype=dtype, device=device)
+        self.self_attn = SelfAttention(config, layer, head_norm=head_norm, group=group, dtype=dtype, device=device)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
-        self.mlp = gated_mlp(config, dtype=dtype, device=device)
+        self.mlp = gated_mlp(config, group=groups.tensor, dtype=dtype, device=device)
         self.post_feedforward_layernorm = norm()
 
     def forward(

@@ -7,6 +7,7 @@ dequantising tensors is `diptych.models.gguf_source`. Never imports torch.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,8 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
 
 from diptych.errors import ConfigError
 from diptych.gguf_file import GGUFFile
-from diptych.models.config import RopeScaling, TransformerConfig
+from diptych.layers.routing import Routing
+from diptych.models.config import ExpertsConfig, RopeScaling, TransformerConfig
 from diptych.models.json_fields import MAX_SIZE
 from diptych.models.registry import MODELS
 from diptych.models.shapes import MAX_LAYERS, tensor_shapes
@@ -32,6 +34,9 @@ DEQUANTISABLE = frozenset(
     | {_KINDS.IQ1_S, _KINDS.IQ1_M, _KINDS.IQ2_XXS, _KINDS.IQ2_XS, _KINDS.IQ2_S, _KINDS.IQ3_XXS, _KINDS.IQ3_S}
     | {_KINDS.TQ1_0, _KINDS.TQ2_0}
 )
+
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", "mistral", MODEL_ARCH.LLAMA, permutes_query_key=True),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", MODEL_ARCH.QWEN2),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", MODEL_ARCH.QWEN3),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", MODEL_ARCH.QWEN3MOE),
     "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", MODEL_ARCH.GEMMA3, norm_offset=1.0),
 }
 
@@ -69,6 +75,12 @@ def family_of(file: GGUFFile) -> Family:
     return FAMILIES[name]
 
 
+def expert_of(name: str) -> int | None:
+    """The expert that a tensor of a Hugging Face checkpoint belongs to, if it belongs to one."""
+    found = _EXPERT.search(name)
+    return None if found is None else int(found[1])
+
+
 class TensorNames:
     """Hugging Face names to GGUF names for one file and back, by the gguf library's own table."""
 
@@ -77,8 +89,11 @@ class TensorNames:
         self._huggingface = {self.to_gguf(name): name for name in tensor_shapes(config)}
 
     def to_gguf(self, name: str) -> str | None:
-        """model.layers.0.mlp.up_proj.weight gives blk.0.ffn_up.weight; None if the architecture has no such tensor."""
-        stem, _, suffix = name.rpartition(".")
+        """model.layers.0.mlp.up_proj.weight gives blk.0.ffn_up.weight; None if the architecture has no such tensor.
+
+        All experts of a layer are one tensor.
+        """
+        stem, _, suffix = _EXPERT.sub(".experts.", name).rpartition(".")
         base = self._map.get_name(stem)
         return None if base is None else f"{base}.{suffix}"
 
@@ -131,6 +146,7 @@ def config_from_gguf(file: GGUFFile) -> TransformerConfig:
         dtype="bfloat16",
         bos_token_id=file.integer("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos_token_ids(file),
+        experts=_experts(file, metadata, num_layers, family),
     )
 
 
@@ -190,6 +206,29 @@ class _Metadata:
             f"{self._file.path}: metadata {self._prefix}.{key} is {'missing' if value is None else value}; "
             "convert the model to GGUF again, or name another file."
         )
+
+
+def _experts(file: GGUFFile, metadata: _Metadata, num_layers: int, family: Family) -> ExpertsConfig | None:
+    """Qwen3-MoE's mixture, whose weights always add up to one. Files of the dense families may hold one too."""
+    count = file.integer(f"{file.text('general.architecture')}.expert_count")
+    if family.model_type == "qwen3_moe":
+        routing = Routing(
+            num_experts=metadata.size("expert_count"),
+            num_chosen=metadata.size("expert_used_count"),
+            renormalizes=True,
+            rounds_weights=True,
+        )
+        return ExpertsConfig(
+            routing=routing,
+            intermediate_size=metadata.size("expert_feed_forward_length"),
+            layers=tuple(f"blk.{layer}.ffn_gate_exps.weight" in file.tensors for layer in range(num_layers)),
+        )
+    if count:
+        raise ConfigError(
+            f"{file.path} holds a mixture of {count} experts, which is supported of Qwen3-MoE alone from GGUF; use the "
+            "model's Hugging Face folder."
+        )
+    return None
 
 
 def _check_tensor_types(file: GGUFFile) -> None:

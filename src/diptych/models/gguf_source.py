@@ -6,18 +6,20 @@ model computes in, so that the float32 form of a whole tensor never exists.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from diptych.errors import ConfigError
 from diptych.gguf_file import GGUFFile, GGUFTensor
 from diptych.kernels.gguf_linear import StoredBlocks, has_block_kernel
+from diptych.layers.shard import Part, Share
 from diptych.models.config import TransformerConfig
-from diptych.models.gguf import TensorNames, family_of
+from diptych.models.gguf import TensorNames, expert_of, family_of
 
 SERIAL_ELEMENTS = 1 << 14
 """Half of what torch copies on one thread."""
@@ -73,18 +75,36 @@ class GGUFSource:
             return self._read_rows(tensor, order[start:stop], slice(None))
         return self._read_rows(tensor, order, slice(start, stop))
 
-    def blocks(self, name: str) -> StoredBlocks | None:
-        """The matrix as the file holds it; None if it is of no such format, or blocks are not to be kept."""
+    def blocks(self, name: str, part: Part) -> StoredBlocks | None:
+        """Part of the matrix as the file holds it; None if it is of no such format, or blocks are not to be kept.
+
+        Raises ConfigError for columns that do not begin and end with a block.
+        """
         tensor = self._tensor(name)
         if not self._keeps_blocks or len(tensor.shape) != 2 or not has_block_kernel(tensor.kind, tensor.shape[1]):
             return None
+        order, share = self._row_order(tensor, name).astype(np.int64), part.share
         return StoredBlocks(
-            rows=self._file.rows(tensor),
+            rows=self._file.rows(tensor) if part.dim == 0 else self._stored_columns(tensor, name, share),
             kind=int(tensor.kind),
-            in_features=tensor.shape[1],
-            order=self._row_order(tensor, name).astype(np.int64),
+            in_features=tensor.shape[1] if part.dim == 0 else len(share),
+            order=order[share.start : share.stop] if part.dim == 0 else order,
             release=partial(self._file.release, tensor),
         )
+
+    def _stored_columns(self, tensor: GGUFTensor, name: str, share: Share) -> npt.NDArray[np.uint8]:
+        """The bytes of some columns, which must be whole blocks."""
+        rows = self._file.rows(tensor)
+        if share.is_whole:
+            return rows
+        block_len, block_nbytes = GGML_QUANT_SIZES[tensor.kind]
+        if share.start % block_len or share.stop % block_len or not has_block_kernel(tensor.kind, len(share)):
+            raise ConfigError(
+                f"a rank's {len(share)} of {share.size} inputs of {name} are no whole blocks of {block_len} "
+                f"({tensor.kind.name}): quantization gguf cannot cut them; use int8 or none, or a smaller tp_size"
+            )
+        first, last = share.start // block_len * block_nbytes, share.stop // block_len * block_nbytes
+        return np.ascontiguousarray(rows[:, first:last])
 
     def _tensor(self, name: str) -> GGUFTensor:
         tensor = self._file.tensors.get(self._names.to_gguf(name) or "")
@@ -92,7 +112,8 @@ class GGUFSource:
             raise ConfigError(
                 f"{self._file.path} has no tensor {name} ({self._names.to_gguf(name)} in GGUF); convert it again."
             )
-        return tensor
+        expert = expert_of(name)
+        return tensor if expert is None else _of_expert(tensor, expert, name)
 
     def _elements(self, tensor: GGUFTensor, name: str) -> npt.NDArray[np.float32]:
         """A one-dimensional tensor in float32, with what the format did to norms and biases undone."""
@@ -125,6 +146,14 @@ class GGUFSource:
             _convert(torch.from_numpy(values), result[first : first + chunk_len])
         self._file.release(tensor)
         return result
+
+
+def _of_expert(tensor: GGUFTensor, expert: int, name: str) -> GGUFTensor:
+    """One expert's matrix of the tensor [experts, O, I] that holds those of a whole layer."""
+    if len(tensor.shape) != 3 or expert >= tensor.shape[0]:
+        raise ConfigError(f"{tensor.name} has shape {tensor.shape}, and so holds no {name}; convert it again.")
+    nbytes = tensor.nbytes // tensor.shape[0]
+    return replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * nbytes, nbytes=nbytes)
 
 
 def _convert(values: torch.Tensor, destination: torch.Tensor) -> None:

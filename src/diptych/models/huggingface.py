@@ -13,6 +13,7 @@ from typing import Literal, cast
 
 from diptych.errors import ConfigError
 from diptych.models.config import RopeScaling, TransformerConfig
+from diptych.models.expert_fields import LATENT, experts_config, latent_config, latent_scale, yarn_magnitude
 from diptych.models.json_fields import Fields, read_json
 from diptych.models.registry import MODELS
 from diptych.models.shapes import MAX_LAYERS
@@ -23,6 +24,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 GEMMA3_THETA = 1000000.0
 GEMMA3_LOCAL_THETA = 10000.0
 GEMMA3_PATTERN = 6
+NEVER_BIASED = ("mistral", "mixtral", "qwen2", "qwen2_moe")
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -45,7 +47,7 @@ class Defaults:
     tied: bool = False
     activation: str = "silu"
     sliding_window: int | None = None
-    windows: Literal["none", "all", "late", "pattern"] = "none"
+    windows: Literal["none", "all", "switched", "late", "pattern"] = "none"
 
 
 MODEL_TYPES = {
@@ -53,6 +55,18 @@ MODEL_TYPES = {
     "mistral": Defaults(architecture="MistralForCausalLM", num_kv_heads=8, windows="all", sliding_window=4096),
     "qwen2": Defaults(architecture="Qwen2ForCausalLM", query_bias=True, windows="late", sliding_window=4096),
     "qwen3": Defaults(architecture="Qwen3ForCausalLM", head_dim=128, windows="late", sliding_window=4096),
+    "mixtral": Defaults(architecture="MixtralForCausalLM", num_kv_heads=8, vocab_size=32000, windows="all"),
+    "qwen2_moe": Defaults(
+        architecture="Qwen2MoeForCausalLM",
+        num_heads=16,
+        num_kv_heads=16,
+        query_bias=True,
+        windows="late",
+        sliding_window=4096,
+    ),
+    "qwen3_moe": Defaults(architecture="Qwen3MoeForCausalLM", num_kv_heads=4, windows="switched", sliding_window=4096),
+    "deepseek_v2": Defaults(architecture="DeepseekV2ForCausalLM"),
+    "deepseek_v3": Defaults(architecture="DeepseekV3ForCausalLM", num_heads=128),
     "gemma3_text": Defaults(
         architecture="Gemma3ForCausalLM",
         num_heads=8,
@@ -85,6 +99,18 @@ def config_from_folder(folder: Path) -> TransformerConfig:
     return config_from_fields(fields, generation)
 
 
+def draft_config_from_folder(folder: Path) -> TransformerConfig:
+    """The configuration of a head of one Llama layer, whatever its config.json calls the architecture.
+
+    Raises ConfigError as `config_from_folder` does.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {CONFIG_NAME}; name a folder that holds an EAGLE head.")
+    content = read_json(path) | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    return config_from_fields(Fields(content, str(path)), Fields({}, str(path)))
+
+
 def config_from_fields(fields: Fields, generation: Fields) -> TransformerConfig:
     """As `config_from_folder`, of parsed files."""
     architecture, text = _architecture(fields)
@@ -97,14 +123,12 @@ def config_from_fields(fields: Fields, generation: Fields) -> TransformerConfig:
     if num_layers > MAX_LAYERS:
         raise text.wrong("num_hidden_layers", num_layers, f"at most {MAX_LAYERS}")
     num_heads = text.size("num_attention_heads", defaults.num_heads)
-    num_kv_heads = text.size("num_key_value_heads", defaults.num_kv_heads or num_heads)
-    if num_heads % num_kv_heads != 0:
-        raise text.wrong("num_key_value_heads", num_kv_heads, f"a divisor of the {num_heads} attention heads")
+    latent = latent_config(text, model_type)
+    num_kv_heads, head_dim = _heads(text, defaults, num_heads) if latent is None else (1, latent.rope_dim)
     hidden_size = text.size("hidden_size")
-    head_dim = text.size("head_dim", defaults.head_dim or hidden_size // num_heads)
     gemma = model_type == "gemma3_text"
     rope = _Rope(text, gemma=gemma)
-    bias = text.flag("attention_bias", False) and model_type not in ("mistral", "qwen2")
+    bias = text.flag("attention_bias", False) and model_type not in NEVER_BIASED
     return TransformerConfig(
         architecture=architecture,
         model_type=model_type,
@@ -121,19 +145,34 @@ def config_from_fields(fields: Fields, generation: Fields) -> TransformerConfig:
         rope_local_theta=rope.local_theta,
         rope_scaling=rope.scaling,
         layer_windows=_layer_windows(text, defaults),
-        attention_scale=(text.number("query_pre_attn_scalar", 256.0) if gemma else head_dim) ** -0.5,
+        attention_scale=latent_scale(latent, rope.scaling) if latent else _attention_scale(text, head_dim, gemma=gemma),
         attention_soft_cap=text.optional_number("attn_logit_softcapping") if gemma else None,
         final_soft_cap=text.optional_number("final_logit_softcapping") if gemma else None,
         attention_bias=bias or defaults.query_bias,
         attention_output_bias=bias,
-        mlp_bias=text.flag("mlp_bias", False) and model_type == "llama",
+        mlp_bias=text.flag("mlp_bias", False) and model_type in ("llama", "deepseek_v2"),
         activation=_activation(text, defaults),
         embedding_scale=math.sqrt(hidden_size) if gemma else None,
         tie_word_embeddings=_tied(fields, text, defaults),
         dtype=_dtype(fields, text),
         bos_token_id=next(iter(text.token_ids("bos_token_id") or fields.token_ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, text, generation),
+        num_draft_layers=text.count("num_nextn_predict_layers", 0) if model_type == "deepseek_v3" else 0,
+        experts=experts_config(text, model_type),
+        latent=latent,
     )
+
+
+def _attention_scale(text: Fields, head_dim: int, *, gemma: bool) -> float:
+    return float((text.number("query_pre_attn_scalar", 256.0) if gemma else head_dim) ** -0.5)
+
+
+def _heads(text: Fields, defaults: Defaults, num_heads: int) -> tuple[int, int]:
+    """KV heads, and the size of a head."""
+    num_kv_heads = text.size("num_key_value_heads", defaults.num_kv_heads or num_heads)
+    if num_heads % num_kv_heads != 0:
+        raise text.wrong("num_key_value_heads", num_kv_heads, f"a divisor of the {num_heads} attention heads")
+    return num_kv_heads, text.size("head_dim", defaults.head_dim or text.size("hidden_size") // num_heads)
 
 
 def _architecture(fields: Fields) -> tuple[str, Fields]:
@@ -196,7 +235,8 @@ def _eos_token_ids(fields: Fields, text: Fields, generation: Fields) -> tuple[in
 def _layer_windows(text: Fields, defaults: Defaults) -> tuple[int | None, ...]:
     """Each layer's window: from layer_types if they are listed, else by the model type's own rule."""
     num_layers = text.size("num_hidden_layers")
-    if defaults.windows == "none" or (defaults.windows == "late" and not text.flag("use_sliding_window", False)):
+    is_off = defaults.windows in ("late", "switched") and not text.flag("use_sliding_window", False)
+    if defaults.windows == "none" or is_off:
         return (None,) * num_layers
     if text.flag("use_bidirectional_attention", False):
         raise text.wrong("use_bidirectional_attention", True, "false (text is generated left to right)")
@@ -268,21 +308,28 @@ def _rope_scaling(text: Fields, scaling: Fields) -> RopeScaling | None:
             original_max_position_embeddings=original,
         )
     if kind == "yarn":
-        return _yarn_scaling(scaling, original, text.size("max_position_embeddings", original))
+        max_positions = text.size("max_position_embeddings", original)
+        return _yarn_scaling(scaling, original, max_positions, is_latent=text.text("model_type") in LATENT)
     raise scaling.wrong("rope_type", kind, "one of default, linear, llama3, yarn")
 
 
-def _yarn_scaling(scaling: Fields, original: int, max_positions: int) -> RopeScaling:
+def _yarn_scaling(scaling: Fields, original: int, max_positions: int, *, is_latent: bool) -> RopeScaling:
     for key in ("mscale", "mscale_all_dim"):
-        if scaling.has(key):
+        if scaling.has(key) and not is_latent:
             raise scaling.wrong(key, scaling.content[key], "no such key (attention_factor is supported)")
+    factor = scaling.number("factor", max_positions / original)
+    magnitude, all_dims = (scaling.optional_number(key) for key in ("mscale", "mscale_all_dim"))
+    attention_factor = scaling.optional_number("attention_factor")
+    if attention_factor is None and magnitude is not None and all_dims is not None:
+        attention_factor = yarn_magnitude(factor, magnitude) / yarn_magnitude(factor, all_dims)
     if not scaling.flag("truncate", True):
         raise scaling.wrong("truncate", False, "true")
     return RopeScaling(
         kind="yarn",
-        factor=scaling.number("factor", max_positions / original),
+        factor=factor,
         original_max_position_embeddings=original,
         beta_fast=scaling.number("beta_fast", 32.0),
         beta_slow=scaling.number("beta_slow", 1.0),
-        attention_factor=scaling.optional_number("attention_factor"),
+        attention_factor=attention_factor,
+        magnitude_all_dims=all_dims,
     )

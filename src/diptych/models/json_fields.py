@@ -54,6 +54,11 @@ class Fields:
             raise self.wrong(key, value, f"an integer from 1 to {MAX_SIZE}")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """As `size`, or 0."""
+        value = self.content.get(key)
+        return 0 if (default if value is None else value) == 0 else self.size(key, default)
+
     def optional_size(self, key: str, default: int | None = None) -> int | None:
         """A positive integer; a key that is there but null means None, a missing key the default."""
         if key in self.content and self.content[key] is None:

@@ -21,6 +21,7 @@ from diptych.models.transformer import (
     gated_mlp,
     query_key_norm,
 )
+from diptych.parallel.layer_groups import ONE_RANK, LayerGroups
 
 
 class LlamaLayer(DecoderLayer):
@@ -29,15 +30,22 @@ class LlamaLayer(DecoderLayer):
     norms_heads: ClassVar[bool] = False
 
     def __init__(
-        self, config: TransformerConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: TransformerConfig,
+        layer: int,
+        *,
+        groups: LayerGroups = ONE_RANK,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
-        super().__init__(config, layer, dtype=dtype, device=device)
+        super().__init__(config, layer, groups=groups, dtype=dtype, device=device)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
-        head_norm = query_key_norm(config, dtype=dtype, device=device) if self.norms_heads else None
-        self.self_attn = SelfAttention(config, layer, head_norm=head_norm, dtype=dtype, device=device)
+        group = groups.attention
+        head_norm = query_key_norm(config, group=group, dtype=dtype, device=device) if self.norms_heads else None
+        self.self_attn = SelfAttention(config, layer, head_norm=head_norm, group=group, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
-        self.mlp = gated_mlp(config, dtype=dtype, device=device)
+        self.mlp = gated_mlp(config, group=groups.tensor, dtype=dtype, device=device)
 
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, inputs: AttentionInputs, attention: AttentionBackend

@@ -17,13 +17,16 @@ from diptych.gguf_file import GGUFFile
 from diptych.kernels.gguf_linear import StoredBlocks
 from diptych.kernels.library import kernels
 from diptych.kernels.linear import Quantization
+from diptych.layers.shard import Part
 from diptych.layers.weights import BlockSource, WeightSource
 from diptych.models.dummy import DummySource
 from diptych.models.gguf_source import GGUFSource
 from diptych.models.registry import MODELS
 from diptych.models.safetensors_source import SafetensorsSource
+from diptych.models.shapes import draft_layer_prefixes
 from diptych.models.spec import ModelSpec
 from diptych.models.transformer import Transformer
+from diptych.parallel.layer_groups import ONE_RANK, LayerGroups
 
 logger = logging.getLogger(__name__)
 
@@ -47,23 +50,27 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     quantization: Quantization = "none",
+    groups: LayerGroups = ONE_RANK,
     progress: Progress | None = None,
 ) -> Transformer:
     """The model of `spec` with its weights, for inference.
 
     Args: dtype: of weights and activations; weights are rounded to it. quantization: "int8" rounds them further, "gguf"
-    keeps a GGUF file's own blocks; both on a CPU with kernels only. progress: told "weights", tensors done, and all.
-    Raises: ConfigError if the quantisation cannot be had, if the checkpoint lacks a tensor or holds one of another
-    shape, before memory is taken; or if memory runs out.
+    keeps a GGUF file's own blocks; both on a CPU with kernels only. groups: ranks that the model is spread over; only
+    this one's share is read. progress: told "weights", tensors done, and all.
+    Raises: ConfigError if the quantisation cannot be had, if the ranks cannot share the model, if the checkpoint lacks
+    a tensor or holds one of another shape, before memory is taken; or if memory runs out.
     """
     _check_quantization(quantization, spec, dtype=dtype, device=device)
     model_class = MODELS.resolve(spec.config.architecture)
     source = open_source(spec, dtype=dtype, device=device, keeps_blocks=quantization == "gguf")
     names = _dry_run(model_class, spec, source)
     _warn_about_unused(spec, source, names)
+    if not groups.is_one_rank:
+        names = _dry_run(model_class, spec, source, groups)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            model = model_class(spec.config, dtype=dtype, device=device)
+            model = model_class(spec.config, groups=groups, dtype=dtype, device=device)
             model.load(_CountingSource(source, total=len(names), progress=progress), pack_as=quantization)
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
         raise ConfigError(
@@ -71,6 +78,11 @@ def load_model(
             "smaller dtype, another device or a smaller model."
         ) from error
     return model.eval().requires_grad_(False)
+
+
+def check_weights(spec: ModelSpec, *, dtype: torch.dtype) -> None:
+    """Raise ConfigError unless the checkpoint holds every tensor that its configuration asks for, in its shape."""
+    _dry_run(MODELS.resolve(spec.config.architecture), spec, open_source(spec, dtype=dtype))
 
 
 def _check_quantization(
@@ -107,10 +119,12 @@ def open_source(
             return SafetensorsSource(spec.files)
 
 
-def _dry_run(model_class: type[Transformer], spec: ModelSpec, source: CheckpointSource) -> list[str]:
+def _dry_run(
+    model_class: type[Transformer], spec: ModelSpec, source: CheckpointSource, groups: LayerGroups = ONE_RANK
+) -> list[str]:
     """Load shapes only, into a model without memory. Returns the names read, in order."""
     recorder = _MetaSource(source)
-    model = model_class(spec.config, dtype=torch.float32, device="meta")
+    model = model_class(spec.config, groups=groups, dtype=torch.float32, device="meta")
     try:
         model.load(recorder)
     except ConfigError as error:
@@ -120,11 +134,13 @@ def _dry_run(model_class: type[Transformer], spec: ModelSpec, source: Checkpoint
 
 def _warn_about_unused(spec: ModelSpec, source: CheckpointSource, names_read: list[str]) -> None:
     """A tensor that nobody reads may be a sign of an architecture that only looks familiar."""
-    tied = ("lm_head.",) if spec.config.tie_word_embeddings else ()
+    passed_over = draft_layer_prefixes(spec.config)
+    if spec.config.tie_word_embeddings:
+        passed_over += ("lm_head.",)
     unused = [
         name
         for name in sorted(set(source.names()) - set(names_read))
-        if not name.startswith(tied) and not any(part in name for part in UNUSED_BY_DESIGN)
+        if not name.startswith(passed_over) and not any(part in name for part in UNUSED_BY_DESIGN)
     ]
     if unused:
         shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
@@ -176,8 +192,8 @@ class _CountingSource:
         self._last = name
         return tensor
 
-    def blocks(self, name: str) -> StoredBlocks | None:
-        found = self._source.blocks(name) if isinstance(self._source, BlockSource) else None
+    def blocks(self, name: str, part: Part) -> StoredBlocks | None:
+        found = self._source.blocks(name, part) if isinstance(self._source, BlockSource) else None
         if found is not None:
             self._report_one()
         return found

@@ -22,7 +22,7 @@ def find_safetensors(folder: Path) -> tuple[Path, ...]:
     """
     files = _listed_files(folder)
     for file in files:
-        _check_header(file)
+        check_header(file)
     return files
 
 
@@ -64,8 +64,8 @@ def _indexed_files(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def _check_header(file: Path) -> None:
-    """The library compares header and offsets with the file's length when it opens it."""
+def check_header(file: Path) -> None:
+    """Raise ConfigError unless the file is whole; the library compares header and offsets with its length."""
     try:
         with file.open("rb") as content:
             if content.read(len(LFS_POINTER)) == LFS_POINTER:

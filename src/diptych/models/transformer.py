@@ -18,19 +18,27 @@ from torch import nn
 
 from diptych.attention.backend import AttentionBackend, AttentionInputs, AttentionSpec, ForwardInputs
 from diptych.attention.cpu import CPUAttention
+from diptych.errors import ConfigError
 from diptych.kernels.decoder_layer import FusedLayer, FusedStack, LayerParts
 from diptych.kernels.linear import Quantization
+from diptych.kernels.low_rank import AdaptedLayer
 from diptych.kernels.memory import give_back_heap
 from diptych.kernels.norm import FusedHeads, can_normalize
+from diptych.kv.layout import stage_layers
 from diptych.layers.embedding import Embedding
-from diptych.layers.linear import Linear, MergedLinear
+from diptych.layers.linear import Linear, MergedLinear, RowLinear
 from diptych.layers.logits import LogitsHead
+from diptych.layers.lora import ActiveAdapters
 from diptych.layers.mlp import GatedMLP
+from diptych.layers.moe import MoE
 from diptych.layers.norm import QueryKeyNorm, RMSNorm
 from diptych.layers.rotary import RotaryEmbedding, Rotation, rotate
+from diptych.layers.shard import even_share, kv_head_share
 from diptych.layers.weights import WeightSource
 from diptych.models.config import TransformerConfig
 from diptych.models.rope import rope_frequencies
+from diptych.parallel.groups import GroupCoordinator
+from diptych.parallel.layer_groups import ALONE, ONE_RANK, LayerGroups
 
 
 class Model(Protocol):
@@ -65,6 +73,7 @@ class SelfAttention(nn.Module):
     """Projections, optional normalisation of heads, rotation, attention over the pages, output projection.
 
     Args: head_norm: normalises query and key heads before they are rotated; None where the architecture does not.
+    group: ranks that share the heads.
     """
 
     fused_heads: FusedHeads | None = None
@@ -75,19 +84,22 @@ class SelfAttention(nn.Module):
         layer: int,
         *,
         head_norm: QueryKeyNorm | None = None,
+        group: GroupCoordinator = ALONE,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.num_heads = config.num_heads
-        self.query_key_value = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        heads = even_share(config.num_heads, group, "attention heads")
+        kv_heads = kv_head_share(config.num_kv_heads, group)
+        self.num_heads = len(heads)
+        self.query_key_value = (len(heads), len(kv_heads), len(kv_heads))
         self.spec = _attention_spec(config, layer)
-        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        queries, keys = heads.times(config.head_dim), kv_heads.times(config.head_dim)
+        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv = MergedLinear(config.hidden_size, parts, bias=config.attention_bias, dtype=dtype, device=device)
-        self.o_proj = Linear(
-            query_size, config.hidden_size, bias=config.attention_output_bias, dtype=dtype, device=device
+        self.o_proj = RowLinear(
+            queries, config.hidden_size, group=group, bias=config.attention_output_bias, dtype=dtype, device=device
         )
         self.head_norm = head_norm
 
@@ -150,7 +162,7 @@ class LayerBlocks:
     """
 
     attention: SelfAttention
-    mlp: GatedMLP
+    mlp: GatedMLP | MoE
     input_norm: RMSNorm
     mlp_norm: RMSNorm
     post_attention_norm: RMSNorm | None = None
@@ -158,12 +170,19 @@ class LayerBlocks:
 
 
 class DecoderLayer(nn.Module, ABC):
-    """One layer of an architecture. Its children are `Loadable` and bear the checkpoint's names."""
+    """One layer of an architecture. Its children are `Loadable` and bear the checkpoint's names.
 
-    self_attn: SelfAttention
+    Args: layer: its number in the model. groups: ranks that share it.
+    """
 
     def __init__(
-        self, config: TransformerConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: TransformerConfig,
+        layer: int,
+        *,
+        groups: LayerGroups = ONE_RANK,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
         self.fused: FusedLayer | None = None
@@ -175,12 +194,13 @@ class DecoderLayer(nn.Module, ABC):
         """The residual stream [T, hidden] after this layer, in place of `hidden`."""
 
     @abstractmethod
-    def blocks(self) -> LayerBlocks:
-        """The same layer as data, for what computes it with fewer, larger kernels."""
+    def blocks(self) -> LayerBlocks | None:
+        """The same layer as data, for what computes it with fewer, larger kernels; None where it has other parts."""
 
     def fuse(self) -> None:
         """Once the parts are packed: run as one kernel, where there is one."""
-        parts = layer_parts(self.blocks())
+        blocks = self.blocks()
+        parts = None if blocks is None else layer_parts(blocks)
         if self.fused is None and parts is not None and parts.has_whole_tiles:
             self.fused = FusedLayer(parts)
 
@@ -193,53 +213,107 @@ class DecoderLayer(nn.Module, ABC):
 class Transformer(nn.Module):
     """Embedding, layers, final norm and logits head. An architecture subclasses it and names its layer.
 
-    Args: dtype: of weights and activations. device: where they live; "meta" takes no memory and only checks.
+    Args: groups: ranks that the model is spread over; each holds its share of every layer of its stage. The first stage
+    has the embedding, the last one the norm and the head. dtype: of weights and activations. device: where they live;
+    "meta" takes no memory and only checks.
     """
 
     layer_class: ClassVar[type[DecoderLayer]]
     norm_has_unit_offset: ClassVar[bool] = False
 
-    def __init__(self, config: TransformerConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    embed_tokens: Embedding
+    norm: RMSNorm
+    lm_head: LogitsHead
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        groups: LayerGroups = ONE_RANK,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         super().__init__()
-        self.config = config
-        vocab, hidden = config.vocab_size, config.hidden_size
-        self.embed_tokens = Embedding(vocab, hidden, scale=config.embedding_scale, dtype=dtype, device=device)
+        self.config, self.groups = config, groups
+        if groups.expert.size > 1 and config.experts is None:
+            raise ConfigError(
+                f"ep_size is {groups.expert.size}, but {config.architecture} has no experts to deal out; leave it out"
+            )
+        stages = groups.pipeline
+        self.layer_ids = stage_layers(config.num_layers, stages.rank, stages.size)
+        if stages.is_first:
+            self.embed_tokens = self._embedding(dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            self.layer_class(config, layer, dtype=dtype, device=device) for layer in range(config.num_layers)
+            self.layer_class(config, layer, groups=groups, dtype=dtype, device=device) for layer in self.layer_ids
         )
-        self.norm = RMSNorm(
-            hidden, config.rms_norm_eps, unit_offset=self.norm_has_unit_offset, dtype=dtype, device=device
-        )
-        self.lm_head = LogitsHead(
-            vocab,
-            hidden,
-            tied_to=self.embed_tokens if config.tie_word_embeddings else None,
-            soft_cap=config.final_soft_cap,
+        if stages.is_last:
+            self._add_end(dtype=dtype, device=device)
+        self.rotary, self.local_rotary = _rotaries(config, dtype=dtype, device=device)
+        self._stack: tuple[CPUAttention, FusedStack] | None = None
+        self._active_adapters: ActiveAdapters | None = None
+        self._adapted_layers: list[AdaptedLayer] | None = None
+
+    def take_adapters(self, active: ActiveAdapters, layers: list[AdaptedLayer] | None) -> None:
+        """Have steps look at `active` from now on. layers: the same for layers that run as one kernel each."""
+        self._active_adapters, self._adapted_layers, self._stack = active, layers, None
+
+    def _embedding(self, *, dtype: torch.dtype, device: torch.device | str) -> Embedding:
+        config = self.config
+        return Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            scale=config.embedding_scale,
+            group=self.groups.tensor,
             dtype=dtype,
             device=device,
         )
-        self.rotary, self.local_rotary = _rotaries(config, dtype=dtype, device=device)
-        self._stack: tuple[CPUAttention, FusedStack] | None = None
+
+    def _add_end(self, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        """The last stage's norm and head; where the head is tied to an embedding of the first stage, with a copy."""
+        config = self.config
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, unit_offset=self.norm_has_unit_offset, dtype=dtype, device=device
+        )
+        is_tied_here = config.tie_word_embeddings and self.groups.pipeline.size == 1
+        self.lm_head = LogitsHead(
+            config.vocab_size,
+            config.hidden_size,
+            tied_to=self.embed_tokens if is_tied_here else None,
+            soft_cap=config.final_soft_cap,
+            group=self.groups.tensor,
+            dtype=dtype,
+            device=device,
+        )
 
     def forward(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
-        return self._forward(inputs, attention, None)
+        return self.norm(self.run_layers(self.embed_tokens(inputs.token_ids), inputs, attention))
 
     def forward_logit_rows(self, inputs: ForwardInputs, attention: AttentionBackend) -> torch.Tensor:
-        return self._forward(inputs, attention, inputs.logit_rows)
-
-    def _forward(self, inputs: ForwardInputs, attention: AttentionBackend, wanted: torch.Tensor | None) -> torch.Tensor:
         hidden = self.embed_tokens(inputs.token_ids)
+        return self.norm(self.run_layers(hidden, inputs, attention, wanted=inputs.logit_rows))
+
+    def run_layers(
+        self,
+        hidden: torch.Tensor,
+        inputs: ForwardInputs,
+        attention: AttentionBackend,
+        *,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The residual stream [T, hidden] after this stage's layers; may be in place. wanted: of these tokens alone."""
         rotations = [rotary(inputs.positions) for rotary in (self.rotary, self.local_rotary) if rotary is not None]
         if isinstance(attention, CPUAttention) and (stack := self._stack_on(attention)) is not None:
-            return self.norm(attention.run_stack(stack, hidden, rotations, inputs.attention, wanted=wanted))
+            step = None if self._active_adapters is None else self._active_adapters.step
+            adapters = None if step is None else step.of_stack(wanted)
+            return attention.run_stack(stack, hidden, rotations, inputs.attention, wanted=wanted, adapters=adapters)
         for layer, rotation in zip(self.layers, self._rotation_of_layer(), strict=True):
             hidden = layer(hidden, rotations[rotation], inputs.attention, attention)
-        return self.norm(hidden if wanted is None else hidden[wanted])
+        return hidden if wanted is None else hidden[wanted]
 
     def _rotation_of_layer(self) -> list[int]:
-        """Which rotary embedding each layer uses: 0, or 1 for the windowed layers' own."""
+        """Which rotary embedding each of the layers here uses: 0, or 1 for the windowed layers' own."""
         has_own = self.local_rotary is not None
-        return [int(has_own and window is not None) for window in self.config.layer_windows]
+        return [int(has_own and self.config.layer_windows[layer] is not None) for layer in self.layer_ids]
 
     def _stack_on(self, attention: CPUAttention) -> FusedStack | None:
         """All layers as one kernel over this attention's pool, if all are fused."""
@@ -248,10 +322,16 @@ class Transformer(nn.Module):
                 return None
             stacked = [
                 attention.stacked(
-                    layer.fused, layer.self_attn.spec, num_heads=layer.self_attn.num_heads, rotation=index
+                    layer.fused,
+                    blocks.attention.spec,
+                    num_heads=blocks.attention.num_heads,
+                    rotation=index,
+                    adapted=None if self._adapted_layers is None else self._adapted_layers[place],
                 )
-                for layer, index in zip(cast(list[DecoderLayer], self.layers), self._rotation_of_layer(), strict=True)
-                if layer.fused is not None
+                for place, (layer, index) in enumerate(
+                    zip(cast(list[DecoderLayer], self.layers), self._rotation_of_layer(), strict=True)
+                )
+                if layer.fused is not None and (blocks := layer.blocks()) is not None
             ]
             self._stack = (attention, FusedStack(stacked))
         return self._stack[1]
@@ -264,9 +344,26 @@ class Transformer(nn.Module):
         return self.lm_head.likeliest(hidden)
 
     @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.layers.parameters()).device
+
+    @property
+    def layer_blocks(self) -> list[LayerBlocks] | None:
+        """Every layer as data; None if one of them has other parts."""
+        found = [cast(DecoderLayer, layer).blocks() for layer in self.layers]
+        known = [blocks for blocks in found if blocks is not None]
+        return known if len(known) == len(found) else None
+
+    @property
     def is_fused(self) -> bool:
-        """Whether every layer runs as one kernel, which leaves next to nothing for torch to compute."""
+        """Whether every layer runs as one kernel."""
         return all(cast(DecoderLayer, layer).fused is not None for layer in self.layers)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the CPU kernels compute its large products, which leaves little for torch."""
+        return any(isinstance(module, Linear) and module.packed is not None for module in self.layers.modules())
 
     def pack(self, quantization: Quantization = "none") -> None:
         """Hand every layer to the CPU kernels, where there are any: weights are reordered in place, for good.
@@ -285,8 +382,17 @@ class Transformer(nn.Module):
 
     def _parts(self) -> dict[str, nn.Module]:
         """By their names in a checkpoint; the head next to a table that it may share, to let go of the unpacked one."""
-        layers = {f"model.layers.{index}": layer for index, layer in enumerate(self.layers)}
-        return {"model.embed_tokens": self.embed_tokens, "lm_head": self.lm_head, **layers, "model.norm": self.norm}
+        parts: dict[str, nn.Module] = {}
+        stages = self.groups.pipeline
+        if stages.is_first:
+            parts["model.embed_tokens"] = self.embed_tokens
+        if stages.is_last:
+            has_copy = self.config.tie_word_embeddings and not self.lm_head.is_tied
+            parts["model.embed_tokens" if has_copy else "lm_head"] = self.lm_head
+        parts |= {f"model.layers.{index}": layer for index, layer in zip(self.layer_ids, self.layers, strict=True)}
+        if stages.is_last:
+            parts["model.norm"] = self.norm
+        return parts
 
 
 def _pack(part: nn.Module, quantization: Quantization) -> None:
@@ -300,8 +406,12 @@ def _pack(part: nn.Module, quantization: Quantization) -> None:
 
 
 def layer_parts(blocks: LayerBlocks) -> LayerParts | None:
-    """A layer's packed parts, as the CPU kernels compute it in one call; None if a part is not packed."""
+    """A layer's packed parts, as the CPU kernels compute it in one call; None if a part is not packed or not whole."""
     attention, mlp = blocks.attention, blocks.mlp
+    if isinstance(mlp, MoE):
+        return None
+    if attention.o_proj.group.size > 1 or mlp.down.group.size > 1:
+        return None  # ranks add up their parts between the kernels
     linears = (attention.qkv.packed, attention.o_proj.packed, mlp.gate_up.packed, mlp.down.packed)
     qkv, output, gate_up, down = linears
     before_attention, before_mlp, heads = blocks.input_norm.fused, blocks.mlp_norm.fused, attention.fused_heads
@@ -324,27 +434,35 @@ def layer_parts(blocks: LayerBlocks) -> LayerParts | None:
 
 
 def query_key_norm(
-    config: TransformerConfig, *, unit_offset: bool = False, dtype: torch.dtype, device: torch.device | str
+    config: TransformerConfig,
+    *,
+    unit_offset: bool = False,
+    group: GroupCoordinator = ALONE,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> QueryKeyNorm:
-    """The norm of query and key heads of a model that has one."""
+    """The norm of query and key heads of a model that has one. group: ranks that share the heads."""
     return QueryKeyNorm(
         config.head_dim,
         config.rms_norm_eps,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_heads=len(even_share(config.num_heads, group, "attention heads")),
+        num_kv_heads=len(kv_head_share(config.num_kv_heads, group)),
         unit_offset=unit_offset,
         dtype=dtype,
         device=device,
     )
 
 
-def gated_mlp(config: TransformerConfig, *, dtype: torch.dtype, device: torch.device | str) -> GatedMLP:
-    """The feed-forward network of a model's every layer."""
+def gated_mlp(
+    config: TransformerConfig, *, group: GroupCoordinator = ALONE, dtype: torch.dtype, device: torch.device | str
+) -> GatedMLP:
+    """The feed-forward network of a model's every layer. group: ranks that share it."""
     return GatedMLP(
         config.hidden_size,
         config.intermediate_size,
         activation=config.activation,
         bias=config.mlp_bias,
+        group=group,
         dtype=dtype,
         device=device,
     )
@@ -364,6 +482,14 @@ def _rotaries(
 ) -> tuple[RotaryEmbedding, RotaryEmbedding | None]:
     """The model's rotary embedding, and the windowed layers' own (never scaled) if they have one."""
     frequencies, magnitude = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    if config.latent is not None:
+        return RotaryEmbedding(
+            frequencies,
+            magnitude,
+            is_interleaved=config.latent.is_interleaved,
+            dtype=torch.float32,  # as DeepSeek rotates: rounded once
+            device=device,
+        ), None
     rotary = RotaryEmbedding(frequencies, magnitude, dtype=dtype, device=device)
     if config.rope_local_theta is None:
         return rotary, None

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 import diptych
 from diptych.errors import DiptychError
-from diptych.router import fanout, workers
+from diptych.router import adapters, fanout, workers
 from diptych.router.auth import RouterAuth
 from diptych.router.headers import identity_of
 from diptych.router.prompt import Prompt, read_prompt
@@ -124,6 +124,10 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/get_loads", ("GET",), fanout.get_loads),
     ("/flush_cache", ("GET", "POST"), fanout.flush_cache),
     ("/abort_request", ("POST",), fanout.abort_request),
+    ("/load_lora_adapter", ("POST",), adapters.load_adapter),
+    ("/v1/load_lora_adapter", ("POST",), adapters.load_adapter),
+    ("/unload_lora_adapter", ("POST",), adapters.unload_adapter),
+    ("/v1/unload_lora_adapter", ("POST",), adapters.unload_adapter),
     ("/workers", ("GET",), workers.list_workers),
     ("/workers", ("POST",), workers.add_worker),
     ("/workers", ("DELETE",), workers.remove_worker),

@@ -48,7 +48,7 @@ def read_prompt(body: bytes) -> Prompt:
         body = orjson.dumps(value)
     texts = list(_texts(value))
     salt = "\x00".join(item for key in _SALT_KEYS if isinstance(item := value.get(key), str))
-    model = value.get("model")
+    model = value.get("lora_path") or value.get("model")  # engines list their adapters as models
     return Prompt(body, model if isinstance(model, str) else "", _num_tokens(texts), block_keys(texts, salt))
 
 

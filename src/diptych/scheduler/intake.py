@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from diptych.core.request import Request
+from diptych.core.sequence import Sequence
 from diptych.errors import PromptTooLong, RequestError
 from diptych.scheduler.step import SchedulerLimits
 
@@ -18,3 +20,11 @@ def check_prompt(token_ids: list[int], limits: SchedulerLimits) -> None:
         )
     if not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
         raise RequestError(f"prompt token ids must be in 0..{limits.vocab_size - 1}", param="prompt")
+
+
+def new_sequence(request: Request, limits: SchedulerLimits, arrival_order: int) -> Sequence:
+    """The sequence of a request whose prompt has been checked, and how long it may become."""
+    max_len = limits.max_model_len
+    if request.sampling.max_tokens is not None:
+        max_len = min(max_len, len(request.prompt_token_ids) + request.sampling.max_tokens)
+    return Sequence(request, list(request.prompt_token_ids), max_len, arrival_order=arrival_order)

@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 
 from diptych.core.sequence import Sequence
+from diptych.scheduler.adapter_slots import AdapterSlots
 
 PolicyKey = Callable[[Sequence], tuple[int, int]]
 
@@ -32,10 +33,15 @@ def choose_victim(sequences: Iterable[Sequence], key: PolicyKey) -> Sequence | N
 
 
 class WaitingQueue:
-    """Sequences in WAITING, in policy order. Removal is lazy: an entry whose sequence left is skipped."""
+    """Sequences in WAITING, in policy order. Removal is lazy: an entry whose sequence left is skipped.
 
-    def __init__(self, key: PolicyKey) -> None:
+    Sequences whose adapter has no slot stand aside until one may have come free, so that they block nobody.
+    """
+
+    def __init__(self, key: PolicyKey, adapters: AdapterSlots | None = None) -> None:
         self._key = key
+        self._adapters = adapters or AdapterSlots()
+        self._aside: list[Sequence] = []
         self._heap: list[tuple[tuple[int, int], int, Sequence]] = []
         self._members: set[Sequence] = set()
         self._pushes = 0
@@ -51,15 +57,26 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence that is not in the queue."""
-        self._pushes += 1
-        heapq.heappush(self._heap, (self._key(sequence), self._pushes, sequence))
         self._members.add(sequence)
+        self._stand_in_line(sequence)
 
     def peek(self) -> Sequence | None:
         """The next sequence to serve, left in place."""
-        while self._heap and self._heap[0][2] not in self._members:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        if self._aside and self._adapters.take_news():
+            aside, self._aside = self._aside, []
+            for sequence in aside:
+                if sequence in self._members:
+                    self._stand_in_line(sequence)
+        while self._heap:
+            place, _, sequence = self._heap[0]
+            if sequence not in self._members:
+                heapq.heappop(self._heap)
+            elif not self._adapters.may_run(sequence.request.adapter_id, place):
+                heapq.heappop(self._heap)
+                self._aside.append(sequence)
+            else:
+                return sequence
+        return None
 
     def pop(self) -> Sequence:
         """Remove and return the next sequence. Raises IndexError when empty."""
@@ -73,3 +90,10 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence wherever it stands."""
         self._members.remove(sequence)
+        if sequence in self._aside:
+            self._aside.remove(sequence)
+            self._adapters.drop_claim()
+
+    def _stand_in_line(self, sequence: Sequence) -> None:
+        self._pushes += 1
+        heapq.heappush(self._heap, (self._key(sequence), self._pushes, sequence))

@@ -1,11 +1,24 @@
-"""What a row's result means for its sequence: whether it has ended, and which prompt logprobs are new. Pure
-functions.
+"""What a row's result means for its sequence: what is computed, whether it has ended, and which prompt logprobs are
+new. Pure functions.
 """
 
 from __future__ import annotations
 
-from diptych.core.batch import FinishReason, SequenceStep, TokenLogprobs
+from diptych.core.batch import FinishReason, RowOutput, SequenceStep, TokenLogprobs
 from diptych.core.sequence import Sequence
+
+
+def count_row(sequence: Sequence, step: SequenceStep, row: RowOutput) -> None:
+    """Take a row that is no longer in flight into the sequence's counters."""
+    sequence.num_inflight_steps -= 1
+    sequence.num_pending_tokens -= step.samples
+    if step.samples and not row.token_ids:
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, step.start)  # the worker skipped it
+        return
+    num_right = max(0, len(row.token_ids) - 1)  # drafts whose KV is what it would be had they been sampled before
+    sequence.num_computed_tokens += num_right
+    end = step.start + step.num_tokens + num_right
+    sequence.num_confirmed_tokens = max(sequence.num_confirmed_tokens, end)
 
 
 def finish_reason(

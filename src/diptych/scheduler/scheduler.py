@@ -16,21 +16,17 @@ from diptych.core.batch import Batch, FinishReason, RowOutput, SequenceStep, Ste
 from diptych.core.messages import EngineLoad, RequestFailed, RequestOutput
 from diptych.core.request import Request
 from diptych.core.sequence import Sequence, SequenceState
-from diptych.errors import (
-    DeadlineExceeded,
-    DiptychError,
-    InvariantError,
-    Overloaded,
-    RequestError,
-    WorkerError,
-)
+from diptych.errors import DeadlineExceeded, DiptychError, InvariantError, Overloaded, RequestError, WorkerError
 from diptych.kv.cache import KVCache, SequencePages
+from diptych.scheduler.adapter_slots import AdapterSlots
 from diptych.scheduler.adapters import LocalPrefill, NoSink
 from diptych.scheduler.deadlines import Deadlines
-from diptych.scheduler.intake import check_prompt
+from diptych.scheduler.drafts import DraftPlanner
+from diptych.scheduler.intake import check_prompt, new_sequence
+from diptych.scheduler.pipelining import Pipeline
 from diptych.scheduler.policy import POLICIES, WaitingQueue, choose_victim
 from diptych.scheduler.ports import Begin, Dropped, FirstToken, GaveUp, Landed, PageSink, PrefillSource, Sent
-from diptych.scheduler.results import finish_reason, new_prompt_logprobs
+from diptych.scheduler.results import count_row, finish_reason, new_prompt_logprobs
 from diptych.scheduler.seats import Seats
 from diptych.scheduler.step import Counters, SchedulerLimits, StepDraft
 
@@ -40,8 +36,8 @@ Answer = RequestOutput | RequestFailed
 class Scheduler:
     """Plans steps over live sequences and turns their results into answers.
 
-    Args: limits: resolved numbers. cache: the door to pages. source, sink: ports to other engines. clock: seconds since
-    the epoch, injectable for tests.
+    Args: limits: resolved numbers. cache: the door to pages. source, sink: ports to other engines, which may be
+    replaced while nothing is under way there. clock: seconds since the epoch, injectable for tests.
     """
 
     def __init__(
@@ -53,17 +49,18 @@ class Scheduler:
         sink: PageSink | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.limits = limits
-        self.counters = Counters()
-        self._cache = cache
-        self._source = source or LocalPrefill()
-        self._sink = sink or NoSink()
-        self._clock = clock
+        self.limits, self.counters = limits, Counters()
+        self.source = source or LocalPrefill()
+        self.sink = sink or NoSink()
+        self._cache, self._clock = cache, clock
         self._key = POLICIES[limits.policy]
         self._eos = frozenset(limits.eos_token_ids)
-        self._seats = Seats(cache, limits.max_num_seqs)
+        self.adapters = AdapterSlots(limits.max_loras)
+        self._seats = Seats(cache, limits.max_num_seqs, tells_tokens=limits.awaits_tokens, adapters=self.adapters)
+        self._pipeline = Pipeline(limits.max_inflight_steps, awaits_tokens=limits.awaits_tokens)
+        self._drafts = DraftPlanner(cache, limits.max_drafts, is_adaptive=limits.adapts_drafts)
         self._sequences: dict[str, Sequence] = {}  # unanswered
-        self._waiting = WaitingQueue(self._key)
+        self._waiting = WaitingQueue(self._key, self.adapters)
         self._loading: dict[Sequence, SequencePages] = {}
         self._landed: deque[tuple[Sequence, SequencePages]] = deque()  # filled by a peer, not yet seated
         self._running: dict[Sequence, None] = {}  # seated and plannable
@@ -83,12 +80,8 @@ class Scheduler:
         check_prompt(request.prompt_token_ids, self.limits)
         if len(self._waiting) >= self.limits.max_queued_requests:
             raise Overloaded(f"{len(self._waiting)} requests are waiting already; try again later")
-        num_prompt_tokens = len(request.prompt_token_ids)
-        max_len = self.limits.max_model_len
-        if request.sampling.max_tokens is not None:
-            max_len = min(max_len, num_prompt_tokens + request.sampling.max_tokens)
         self._num_arrivals += 1
-        sequence = Sequence(request, list(request.prompt_token_ids), max_len, arrival_order=self._num_arrivals)
+        sequence = new_sequence(request, self.limits, self._num_arrivals)
         self._sequences[request.request_id] = sequence
         self._waiting.push(sequence)
         deadline = request.deadline
@@ -124,7 +117,7 @@ class Scheduler:
     @property
     def num_awaiting_pages(self) -> int:
         """Requests whose prompt a peer is to compute, and that wait for the pages that it is to fill."""
-        return sum(self._source.wants(sequence) for sequence in self._waiting)
+        return sum(self.source.wants(sequence) for sequence in self._waiting)
 
     @property
     def num_inflight_steps(self) -> int:
@@ -147,14 +140,12 @@ class Scheduler:
             return None
         self.counters.steps_total += 1
         self._inflight.append((self.counters.steps_total, list(draft.rows.items())))
-        return Batch(
-            self.counters.steps_total, self._seats.take_releases(), draft.admissions, list(draft.rows.values())
-        )
+        return draft.batch(self.counters.steps_total, self._seats)
 
     def _plan_running(self, draft: StepDraft) -> None:
         """Decodes first, so that no chunk of a prompt delays them; then the prompts under way."""
-        decodes = [s for s in self._running if s.num_uncomputed_tokens == 1]
-        chunks = [s for s in self._running if s.num_uncomputed_tokens > 1]
+        decodes, chunks = self._pipeline.ready(self._running)
+        self._drafts.begin_step(len(decodes))
         for sequence in (*decodes, *chunks):
             # One planned earlier in this loop may have retracted this one.
             if draft.budget > 0 and sequence in self._running and self._may_compute(sequence):
@@ -166,12 +157,12 @@ class Scheduler:
         """A sequence's last token is never computed; one that decodes elsewhere stops after its prompt."""
         if sequence.num_computed_tokens >= sequence.max_len - 1:
             return False
-        return sequence.num_computed_tokens < sequence.num_prompt_tokens or not self._sink.wants(sequence)
+        return sequence.num_computed_tokens < sequence.num_prompt_tokens or not self.sink.wants(sequence)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:
         """Pages for `num_tokens` tokens, retracting whoever is served last; False: not in this step."""
         while not self._cache.extend(self._seats.pages(sequence), num_tokens):
-            free = (s for s in self._running if s not in draft.rows and not self._sink.is_reading(s))
+            free = (s for s in self._running if s not in draft.rows and not self.sink.is_reading(s))
             victim = choose_victim(free, self._key)
             if victim is None or (victim is sequence and self._leaving):
                 return False  # pages come back when the steps in flight are applied
@@ -193,8 +184,10 @@ class Scheduler:
         return bool(self._loading or self._sending or self._cache.num_taken_out)
 
     def _add_row(self, sequence: Sequence, count: int, draft: StepDraft) -> None:
-        row = draft.rows[sequence] = self._seats.row(sequence, count)
-        draft.budget -= count
+        goes_on = count == sequence.num_uncomputed_tokens == 1 and not self.sink.wants(sequence)
+        num_drafts = self._drafts.allow(sequence, self._seats.pages(sequence), draft.budget - 1) if goes_on else 0
+        row = draft.rows[sequence] = self._seats.row(sequence, count, num_drafts)
+        draft.budget -= count + num_drafts
         sequence.num_computed_tokens += count
         sequence.num_pending_tokens += row.samples
         sequence.num_inflight_steps += 1
@@ -209,7 +202,7 @@ class Scheduler:
             pages = self._open_pages(sequence) if sequence is not None else None
             if sequence is None or pages is None:
                 return
-            begin = self._source.begin(sequence, pages)
+            begin = self.source.begin(sequence, pages)
             if begin is Begin.LATER:
                 self._cache.discard(pages)
                 return
@@ -224,7 +217,7 @@ class Scheduler:
 
     def _open_pages(self, sequence: Sequence) -> SequencePages | None:
         """Pages for the whole prompt, if a page of growth for each running sequence is left besides."""
-        token_ids, key = sequence.token_ids, sequence.request.cache_key
+        token_ids, key = sequence.token_ids, sequence.request.page_key
         cached = self._cache.match_length(token_ids, key) // self._cache.page_size
         needed = self._cache.num_pages_for(len(token_ids)) - cached
         if self._running and needed + len(self._running) > self._cache.num_available:
@@ -236,7 +229,7 @@ class Scheduler:
 
     def _seat_landed(self, draft: StepDraft) -> None:
         """Sequences filled by a peer decode from the next token on, before anything new is admitted."""
-        while self._landed and draft.budget > 0 and self._seats.num_free:
+        while draft.budget > 0 and self._seats.num_free and self.adapters.bring_forward(self._landed):
             sequence, pages = self._landed[0]
             if self._cache.extend(pages, sequence.num_tokens):
                 self._landed.popleft()
@@ -282,16 +275,14 @@ class Scheduler:
                 f"step {output.step_id} with {len(output.rows)} rows, expected {step_id} with {len(rows)}"
             )
         for (sequence, step), row in zip(rows, output.rows, strict=True):
-            sequence.num_inflight_steps -= 1
-            sequence.num_pending_tokens -= step.samples
-            if step.samples and not row.token_ids:
-                sequence.num_computed_tokens = min(sequence.num_computed_tokens, step.start)  # the worker skipped it
-            else:
-                sequence.num_confirmed_tokens = max(sequence.num_confirmed_tokens, step.start + step.num_tokens)
+            count_row(sequence, step, row)
+            if row.num_drafts:
+                self._drafts.learn(sequence, row, self.counters)
             if not sequence.is_answered:
                 self._accept(sequence, step, row)
             if sequence in self._leaving and sequence.num_inflight_steps == 0:
                 self._vacate(sequence, self._leaving.pop(sequence))
+        self._drafts.note_step([step for _, step in rows], output)
 
     def _accept(self, sequence: Sequence, step: SequenceStep, row: RowOutput) -> None:
         """Take over one row's result, and tell the sink that more pages may be read."""
@@ -299,17 +290,17 @@ class Scheduler:
             self.fail(sequence.request_id, WorkerError(row.error))
             return
         if sequence in self._running:
-            self._sink.computed(sequence, self._seats.pages(sequence))
+            self.sink.computed(sequence, self._seats.pages(sequence))
         prompt_logprobs = new_prompt_logprobs(sequence, step, row.prompt_logprobs)
-        if prompt_logprobs and self._sink.wants(sequence):
+        if prompt_logprobs and self.sink.wants(sequence):
             sequence.prompt_logprobs += prompt_logprobs
         if row.token_ids or prompt_logprobs:
             self._append(sequence, row.token_ids, row.logprobs, prompt_logprobs)
-        if row.token_ids and sequence in self._running and self._sink.wants(sequence):
+        if row.token_ids and sequence in self._running and self.sink.wants(sequence):
             del self._running[sequence]
             sequence.move_to(SequenceState.SENDING)
             self._sending[sequence] = self._seats.leave(sequence)
-            self._sink.sampled(sequence, row)
+            self.sink.sampled(sequence, row)
 
     def _append(
         self,
@@ -322,7 +313,7 @@ class Scheduler:
         sequence.token_ids.extend(token_ids)
         self.counters.generation_tokens_total += len(token_ids)
         # Whoever decodes a sequence decides where it ends.
-        wanted = self._sink.wants(sequence)
+        wanted = self.sink.wants(sequence)
         reason, matched = (None, None) if wanted else finish_reason(sequence, token_ids, self._eos)
         answer = RequestOutput(
             sequence.request_id,
@@ -333,6 +324,7 @@ class Scheduler:
             logprobs,
             prompt_logprobs,
             sequence.queue_s,
+            sequence.speculation,
         )
         if reason is None:
             self._answers.append(answer)
@@ -346,12 +338,12 @@ class Scheduler:
         self._answers.append(answer)
         sequence.is_answered = True
         del self._sequences[sequence.request_id]
-        if self._sink.wants(sequence):
-            self._sink.cancel(sequence)
+        if self.sink.wants(sequence):
+            self.sink.cancel(sequence)
         match sequence.state:
             case SequenceState.WAITING:
-                if self._source.wants(sequence):
-                    self._source.cancel(sequence)
+                if self.source.wants(sequence):
+                    self.source.cancel(sequence)
                 self._waiting.remove(sequence)
                 sequence.move_to(SequenceState.FINISHED)
             case SequenceState.LOADING:
@@ -364,7 +356,7 @@ class Scheduler:
     def _end_loading(self, sequence: Sequence) -> None:
         """A transfer that still fills the pages is cancelled and brings them back; landed pages go back now."""
         if sequence in self._loading:
-            self._source.cancel(sequence)
+            self.source.cancel(sequence)
         for landed, pages in list(self._landed):
             if landed is sequence:
                 self._landed.remove((landed, pages))
@@ -401,7 +393,7 @@ class Scheduler:
 
     def _hear_peers(self) -> None:
         """Take over what has happened at both ports since the last step."""
-        for news in self._source.news():
+        for news in self.source.news():
             match news:
                 case FirstToken():
                     self._take_first_token(news)
@@ -409,9 +401,9 @@ class Scheduler:
                     self._take_landed(sequence)
                 case GaveUp():
                     self._take_back(news)
-        if freed := self._source.freed_pages():
+        if freed := self.source.freed_pages():
             self._cache.give_back(freed)
-        for event in self._sink.news():
+        for event in self.sink.news():
             match event:
                 case Sent(sequence, error):
                     self._end_sent(sequence, error)
@@ -440,7 +432,7 @@ class Scheduler:
         sequence = news.sequence
         pages = self._loading.pop(sequence)
         if news.keeps_pages:
-            self._source.keep(sequence, self._cache.take_out(pages))
+            self.source.keep(sequence, self._cache.take_out(pages))
         else:
             self._cache.discard(pages)
         if sequence.is_answered:
@@ -488,13 +480,18 @@ class Scheduler:
         """Empty the prefix cache; False while any request is open."""
         return self.is_idle and self._cache.flush()
 
+    def outdate_cache(self) -> None:
+        """Nothing that was computed so far is found by sequences that are admitted from now on."""
+        self._cache.outdate()
+
+    def retract_running(self) -> None:
+        """Every sequence that decodes gives its pages back and waits, but for those that go to a peer."""
+        while self._landed:
+            self._retract_landed()
+        for sequence in [s for s in self._running if not self.sink.wants(s)]:
+            self._leave(sequence, SequenceState.WAITING)
+
     def check(self) -> None:
         """Raise InvariantError unless pages and slots add up, and nothing but quarantined pages is held when idle."""
         self._cache.check()
-        self._seats.check()
-        num_held = self._cache.num_owned - self._cache.num_taken_out
-        if self.is_idle and (num_held or self._seats.num_free != self.limits.max_num_seqs):
-            raise InvariantError(
-                f"idle, but {num_held} pages are owned, and of {self.limits.max_num_seqs} slots"
-                f" {self._seats.num_free} are free"
-            )
+        self._seats.check(is_idle=self.is_idle)

@@ -26,6 +26,7 @@ from diptych.config import EngineConfig, ServerConfig
 from diptych.engine.roles import initial_role
 from diptych.errors import ConfigError, DiptychError
 from diptych.metrics import ServerMetrics
+from diptych.server.adapters import ServedAdapters
 from diptych.server.auth import ApiKeyMiddleware
 from diptych.server.client import EngineClient
 from diptych.server.errors import json_response, on_diptych_error, on_http_error, on_unexpected_error
@@ -162,7 +163,9 @@ class _Serving:
     async def _start(self, engine: EngineProcess) -> None:
         """Wait for the engine while the tokenizer loads. Raises: ConfigError, or Unavailable if the engine fails."""
         text, info = await asyncio.gather(asyncio.to_thread(load_text_tools, self._config), engine.client.start())
-        self._state.become_ready(engine.client, info, text)
+        adapters = ServedAdapters(engine.client, self._config)
+        await adapters.load_configured()
+        self._state.become_ready(engine.client, info, text, adapters)
         self._on_ready(self._state, self._listener.getsockname()[1])
 
     async def _serve(self, engine: EngineProcess, starting: asyncio.Task[None]) -> int:

@@ -49,7 +49,7 @@ async def chat(state: ServerState, request: Request) -> Response:
     """Serve POST /v1/chat/completions."""
     body = await read_schema(request, ChatRequest, state.max_body_nbytes)
     _ = state.service
-    state.check_model(body.model)
+    body.lora_path = state.adapter_of(body.model, body.lora_path)
     answer = _Answer(state, body, response_id("chatcmpl", request_id_of(request, body.rid, body.request_id)))
     headers = id_header(answer.id)
     if body.stream:

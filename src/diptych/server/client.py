@@ -13,13 +13,17 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
+import msgspec
 import zmq
 
 from diptych import errors
+from diptych.core.calls import WorkerCall
 from diptych.core.channel import Channel
 from diptych.core.messages import (
     AbortRequests,
     AddRequest,
+    CallWorkers,
+    Changed,
     Drain,
     EngineInfo,
     EngineLoad,
@@ -37,39 +41,8 @@ from diptych.core.messages import (
     ToEngine,
 )
 from diptych.core.request import Request
-from diptych.transfer.rooms import RoomTaken
 
 logger = logging.getLogger(__name__)
-
-_PLAIN_KINDS: dict[str, type[errors.DiptychError]] = {
-    kind.__name__: kind
-    for kind in (
-        errors.DiptychError,
-        errors.ConfigError,
-        errors.Overloaded,
-        errors.Unavailable,
-        errors.DeadlineExceeded,
-        errors.TransferError,
-        errors.PeerIncompatible,
-        errors.PeerLost,
-        errors.TransferRejected,
-        errors.TransferExpired,
-        errors.WorkerError,
-        errors.InvariantError,
-    )
-}
-_REQUEST_KINDS: dict[str, type[errors.RequestError]] = {
-    kind.__name__: kind
-    for kind in (errors.RequestError, errors.PromptTooLong, errors.UnknownModel, errors.Unsupported, RoomTaken)
-}
-
-
-def error_of_kind(kind: str, message: str, param: str | None = None) -> errors.DiptychError:
-    """The exception that a message names by class; an unknown kind is a plain DiptychError."""
-    request_kind = _REQUEST_KINDS.get(kind)
-    if request_kind is not None:
-        return request_kind(message, param)
-    return _PLAIN_KINDS.get(kind, errors.DiptychError)(message)
 
 
 def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
@@ -86,6 +59,8 @@ def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
         [entry for output in outputs for entry in output.logprobs],
         [entry for output in outputs for entry in output.prompt_logprobs],
         next((output.queue_s for output in outputs if output.queue_s is not None), None),
+        last.speculation,
+        last.weight_version,
     )
 
 
@@ -131,7 +106,8 @@ class EngineClient:
     """Talks to one engine.
 
     Args: socket: a DEALER, bound or connected; the client closes it. on_load, on_progress: called with every load
-    report and every step of loading. Call `start` on the event loop before anything else.
+    report and every step of loading. Call `start` on the event loop before anything else. info: what the engine serves;
+    on_change: called with it whenever it changes.
     """
 
     def __init__(
@@ -156,6 +132,8 @@ class EngineClient:
         self._stopped = asyncio.Event()
         self.progress: Loading | None = None
         self.last_load: EngineLoad | None = None
+        self.info: EngineInfo | None = None
+        self.on_change: Callable[[EngineInfo], None] | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -203,14 +181,22 @@ class EngineClient:
 
     async def load(self, timeout_s: float = 5.0) -> EngineLoad:
         """The engine's load now. Raises: Unavailable without an answer in time."""
-        reply = await self._call(GetLoad, timeout_s)
+        reply = await self.call(GetLoad, timeout_s)
         if reply.load is None:
             raise errors.InvariantError("the engine answered a load query without a load")
         return reply.load
 
     async def flush_cache(self, timeout_s: float = 5.0) -> Reply:
         """Empty the prefix cache; `ok` is False while requests run. Raises: Unavailable without an answer in time."""
-        return await self._call(FlushCache, timeout_s)
+        return await self.call(FlushCache, timeout_s)
+
+    async def call_workers(self, call: WorkerCall, timeout_s: float | None) -> bytes:
+        """Have the workers obey; msgpack, of the form that the call says. Raises: what they say, or Unavailable."""
+        return (await self.call(lambda call_id: CallWorkers(call_id, call), timeout_s)).value
+
+    def tell_workers(self, call: WorkerCall) -> None:
+        """Have the workers obey; nobody waits for their answer. Raises: Unavailable if the engine is gone."""
+        self._send(CallWorkers(next(self._call_ids), call))
 
     async def drain(self, timeout_s: float) -> None:
         """Have the engine finish within `timeout_s`, abort what still runs then, and stop; returns when it has."""
@@ -247,17 +233,24 @@ class EngineClient:
             self._loop.remove_reader(self._socket.fileno())
         self._socket.close(linger=0)
 
-    async def _call(self, kind: type[FlushCache] | type[GetLoad], timeout_s: float) -> Reply:
+    async def call(self, message_of: Callable[[int], ToEngine], timeout_s: float | None) -> Reply:
+        """Send the message that `message_of` makes for a call id, and wait for its Reply.
+
+        Raises: the error that the reply names; Unavailable without an answer in time (None: however long it takes).
+        """
         call_id = next(self._call_ids)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._send(kind(call_id))
-            return await asyncio.wait_for(future, timeout_s)
+            self._send(message_of(call_id))
+            reply = await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             raise errors.Unavailable(f"the engine did not answer within {timeout_s:g} s") from None
         finally:
             del self._calls[call_id]
+        if reply.error_kind is not None:
+            raise errors.error_of_kind(reply.error_kind, reply.message)
+        return reply
 
     def _send(self, message: ToEngine) -> None:
         if self._failure is not None:
@@ -283,13 +276,13 @@ class EngineClient:
                 for output in outputs:
                     request = self._open.get(output.request_id)
                     if request is not None:
-                        request.put(output)
+                        request.put(self._with_version(output))
                 if load is not None:
                     self._note_load(load)
             case RequestFailed(request_id, kind, text, param):
                 request = self._open.get(request_id)
                 if request is not None:
-                    request.fail(error_of_kind(kind, text, param))
+                    request.fail(errors.error_of_kind(kind, text, param))
             case Reply(call_id):
                 call = self._calls.get(call_id)
                 if message.load is not None:
@@ -299,21 +292,36 @@ class EngineClient:
             case _:
                 self._follow_life(message)
 
+    def _with_version(self, output: RequestOutput) -> RequestOutput:
+        """What ends a request says which weights it ended under; their name changes between two messages."""
+        if output.finish_reason is None or self.info is None:
+            return output
+        return msgspec.structs.replace(output, weight_version=self.info.weight_version)
+
     def _follow_life(self, message: FromEngine) -> None:
         match message:
             case Loading():
                 self.progress = message
                 if self._on_progress is not None:
                     self._on_progress(message)
+            case Changed(info):
+                self._note_info(info)
             case Ready(info):
+                self._note_info(info)
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(info)
             case Fatal(text, kind):
                 logger.error("the engine stopped: %s", text)
                 starting = self._ready is not None and not self._ready.done()
-                self.fail(error_of_kind(kind, text) if starting else errors.Unavailable(f"the engine stopped: {text}"))
+                error = errors.Unavailable(f"the engine stopped: {text}")
+                self.fail(errors.error_of_kind(kind, text) if starting else error)
             case Stopped():
                 self.fail(errors.Unavailable("the engine has stopped"))
+
+    def _note_info(self, info: EngineInfo) -> None:
+        self.info = info
+        if self.on_change is not None:
+            self.on_change(info)
 
     def _note_load(self, load: EngineLoad) -> None:
         self.last_load = load

@@ -49,7 +49,7 @@ async def complete(state: ServerState, request: Request) -> Response:
     """Serve POST /v1/completions."""
     body = await read_schema(request, CompletionRequest, state.max_body_nbytes)
     service = state.service
-    state.check_model(body.model)
+    body.lora_path = state.adapter_of(body.model, body.lora_path)
     _refuse_unsupported(body)
     sampling = _sampling(body)
     request_id = request_id_of(request, body.rid, body.request_id)

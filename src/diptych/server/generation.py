@@ -22,12 +22,13 @@ from typing import Any
 import msgspec
 
 from diptych.config import EngineConfig
-from diptych.core.batch import FinishReason, TokenLogprobs
+from diptych.core.batch import FinishReason, Speculation, TokenLogprobs
 from diptych.core.messages import EngineInfo, RequestOutput
 from diptych.core.request import MAX_SEED, Grammar, HandTo, Request, SamplingParams, TakeFrom
 from diptych.errors import DiptychError, PromptTooLong, RequestError
 from diptych.metrics import RequestTimes, ServerMetrics
 from diptych.sampling.grammar_check import validate_grammar
+from diptych.server.adapters import ServedAdapters
 from diptych.server.client import EngineClient
 from diptych.server.detokenizer import OutputText
 from diptych.server.matchmaker import Matchmaker
@@ -57,13 +58,15 @@ class GenerationOptions:
 
     request_id: the client's name for it; empty makes one. n: sequences. default_max_tokens: if sampling names no limit;
     None is all that the context holds. limit_name: what the client calls max_tokens. timeout_s: from now.
-    continues_prompt: the output's text goes on where the prompt's ends. discards_output: only the prompt's logprobs are
-    wanted. handoffs: for each sequence what another engine has to do with it; empty: nothing.
+    adapter: name of the one to use, "" for the base model. continues_prompt: the output's text goes on where the
+    prompt's ends. discards_output: only the prompt's logprobs are wanted. handoffs: for each
+    sequence what another engine has to do with it; empty: nothing.
     """
 
     request_id: str = ""
     n: int = 1
     cache_key: str = ""
+    adapter: str = ""
     priority: int = 0
     timeout_s: float | None = None
     default_max_tokens: int | None = None
@@ -88,6 +91,8 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.matched_stop: int | str | None = None
         self.queue_s: float | None = None
+        self.speculation: Speculation | None = None
+        self.weight_version = service.info.weight_version
         self._service = service
         self._discards_output = options.discards_output
         context = request.prompt_token_ids if options.continues_prompt else ()
@@ -144,6 +149,8 @@ class Generation:
             raise DiptychError("the engine could not compute this request; its log has details")
         if output.queue_s is not None:
             self.queue_s = output.queue_s
+        self.speculation = output.speculation
+        self.weight_version = output.weight_version or self.weight_version
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.prompt_logprobs += output.prompt_logprobs
         if not output.token_ids and output.finish_reason is None:
@@ -185,7 +192,7 @@ class Generation:
 class GenerationService:
     """Makes generations for one engine and model.
 
-    Its engine must be ready: `info` is what it said then.
+    Its engine must be ready: `info` is what it said last.
     """
 
     client: EngineClient
@@ -195,10 +202,14 @@ class GenerationService:
     metrics: ServerMetrics
     config: EngineConfig
     matchmaker: Matchmaker = field(default_factory=Matchmaker)
+    served_adapters: ServedAdapters | None = None
     _ids: dict[str, set[str]] = field(default_factory=dict)
     _serial: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
+        self.adapters = (
+            ServedAdapters(self.client, self.config) if self.served_adapters is None else self.served_adapters
+        )
         self._seeds = random.Random(self.config.model.seed)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
@@ -243,6 +254,7 @@ class GenerationService:
         """
         if not prompt_token_ids:
             raise RequestError(f"{param} is empty", param=param)
+        self.adapters.check(options.adapter)
         sampling = self._fit(len(prompt_token_ids), sampling, options, param)
         self._check_tokens_of(sampling)
         if not options.request_id:
@@ -257,6 +269,7 @@ class GenerationService:
                 prompt_token_ids=prompt_token_ids,
                 sampling=msgspec.structs.replace(sampling, seed=_wrap_seed(seed + index)),
                 cache_key=options.cache_key,
+                adapter=options.adapter,
                 priority=options.priority,
                 arrival_time=now,
                 deadline=None if timeout_s is None else now + timeout_s,

@@ -11,8 +11,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from diptych.core.batch import Speculation
 from diptych.core.request import HandTo, SamplingParams, TakeFrom
-from diptych.errors import RequestError, Unsupported
+from diptych.errors import RequestError
 from diptych.server.bodies import read_schema, validated
 from diptych.server.completions import MAX_PROMPTS
 from diptych.server.errors import json_response
@@ -23,8 +24,6 @@ from diptych.server.parameters import native_sampling
 from diptych.server.schemas import GenerateRequest, NativeSampling
 from diptych.server.state import ServerState, id_header, request_id_of
 from diptych.server.streaming import DONE, EventStream, event, while_connected
-
-WEIGHT_VERSION = "default"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +39,7 @@ class _Item:
     logprob_token_ids: list[int]
     priority: int
     cache_key: str
+    adapter: str
 
 
 async def generate(state: ServerState, request: Request) -> Response:
@@ -114,6 +114,7 @@ class NativeAnswer:
             request_id=item.rid,
             n=item.sampling.n,
             cache_key=item.cache_key,
+            adapter=item.adapter,
             priority=item.priority,
             limit_name="max_new_tokens",
             timeout_s=self._timeout_s,
@@ -133,9 +134,11 @@ class NativeAnswer:
             "prompt_tokens": generation.num_prompt_tokens,
             "completion_tokens": len(generation.token_ids),
             "cached_tokens": generation.cached_tokens,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": generation.weight_version,
             "e2e_latency": generation.e2e_s,
         }
+        if generation.speculation is not None:
+            meta |= _speculation_fields(generation.speculation)
         if item.returns_logprobs:
             meta |= self._logprob_fields(item, generation)
         # A copy: the sequence grows while the event waits to be written.
@@ -164,6 +167,16 @@ class NativeAnswer:
         return fields
 
 
+def _speculation_fields(speculation: Speculation) -> dict[str, Any]:
+    return {
+        "spec_verify_ct": speculation.num_verifications,
+        "spec_draft_token_num": speculation.num_drafts,
+        "spec_accept_token_num": speculation.num_accepted,
+        "spec_accept_length": speculation.accept_length,
+        "spec_accept_rate": speculation.accept_rate,
+    }
+
+
 def _sampling(item: _Item) -> SamplingParams:
     return native_sampling(
         item.sampling,
@@ -188,8 +201,6 @@ def _items(body: GenerateRequest, header_id: str) -> tuple[list[_Item], bool]:
     """The prompts, and whether they came as a batch. Raises: RequestError if lists are not parallel."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give either text or input_ids", param="text")
-    if body.lora_path not in ("", [], None):
-        raise Unsupported("adapters are not served here; leave out lora_path", param="lora_path")
     prompts, is_batch = _text_prompts(body.text) if body.input_ids is None else _id_prompts(body.input_ids)
     if len(prompts) > MAX_PROMPTS:
         raise RequestError(f"the batch holds {len(prompts)} prompts; at most {MAX_PROMPTS} are accepted", param="text")
@@ -203,6 +214,7 @@ def _items(body: GenerateRequest, header_id: str) -> tuple[list[_Item], bool]:
     tops = spread.values(body.top_logprobs_num, "top_logprobs_num", int, 0)
     priorities = spread.values(body.priority, "priority", int, 0)
     keys = spread.values(body.extra_key, "extra_key", str, "")
+    adapters = spread.values(body.lora_path or "", "lora_path", str, "")
     chosen = spread.lists(body.token_ids_logprob, "token_ids_logprob")
     items = [
         _Item(
@@ -215,6 +227,7 @@ def _items(body: GenerateRequest, header_id: str) -> tuple[list[_Item], bool]:
             logprob_token_ids=chosen[index],
             priority=_bounded_priority(priorities[index]),
             cache_key=keys[index],
+            adapter=adapters[index],
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 
 from diptych.core.request import HandTo, TakeFrom
-from diptych.errors import Unsupported
 from diptych.server.generation import Generation, GenerationOptions
 from diptych.server.matchmaker import Matchmaker
 from diptych.server.schemas import OpenAIRequest, StreamOptions
@@ -30,13 +29,12 @@ def generation_options(
     discards_output: bool = False,
     handoffs: Sequence[HandTo | TakeFrom | None] = (),
 ) -> GenerationOptions:
-    """What the body says beside prompt and sampling. Raises: Unsupported for an adapter."""
-    if body.lora_path:
-        raise Unsupported("adapters are not served here; leave out lora_path", param="lora_path")
+    """What the body says beside prompt and sampling."""
     return GenerationOptions(
         request_id=request_id,
         n=body.n,
         cache_key=cache_key(body.cache_salt, body.extra_key),
+        adapter=body.lora_path,
         priority=body.priority,
         timeout_s=body.timeout,
         default_max_tokens=default_max_tokens,

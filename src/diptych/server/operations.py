@@ -16,10 +16,10 @@ from diptych.core.messages import EngineInfo, EngineLoad
 from diptych.core.request import SamplingParams
 from diptych.errors import RequestError, Unavailable
 from diptych.metrics import cache_hit_rate, kv_usage
+from diptych.server.adapter_routes import adapter_card
 from diptych.server.bodies import read_schema
 from diptych.server.errors import json_response
 from diptych.server.generation import GenerationOptions, run_all
-from diptych.server.native import WEIGHT_VERSION
 from diptych.server.schemas import AbortRequest, DetokenizeRequest, RoleSwitch, TokenizeRequest
 from diptych.server.state import ServerState
 from diptych.server.streaming import while_connected
@@ -32,10 +32,17 @@ MAX_TEXTS = 2048
 
 
 async def health(state: ServerState, request: Request) -> Response:
-    """GET /health, /ready, /ping: 200 when requests are served, else 503; no body."""
-    if state.is_serving:
-        return Response(status_code=200)
-    return Response(status_code=503, headers={"Retry-After": "1"})
+    """GET /health, /ready: 200 when requests are served, else 503; no body."""
+    return _status(is_well=state.is_serving)
+
+
+async def ping(state: ServerState, request: Request) -> Response:
+    """GET /ping: 200 while there is an engine, though it may sleep; else 503; no body."""
+    return _status(is_well=state.is_alive)
+
+
+def _status(*, is_well: bool) -> Response:
+    return Response(status_code=200) if is_well else Response(status_code=503, headers={"Retry-After": "1"})
 
 
 async def health_generate(state: ServerState, request: Request) -> Response:
@@ -52,14 +59,16 @@ def _some_token(info: EngineInfo) -> int:
 
 
 async def models(state: ServerState, request: Request) -> Response:
-    """GET /v1/models."""
-    return json_response({"object": "list", "data": [_model_card(state)]})
+    """GET /v1/models: the model, then its adapters."""
+    adapters = [adapter_card(state, info) for info in state.adapters]
+    return json_response({"object": "list", "data": [_model_card(state), *adapters]})
 
 
 async def model(state: ServerState, request: Request) -> Response:
     """GET /v1/models/{id}."""
-    state.check_model(request.path_params["model_id"])
-    return json_response(_model_card(state))
+    adapter = state.adapter_of(request.path_params["model_id"])
+    cards = [adapter_card(state, info) for info in state.adapters if info.name == adapter]
+    return json_response(cards[0] if cards else _model_card(state))
 
 
 def _model_card(state: ServerState) -> dict[str, Any]:
@@ -85,7 +94,7 @@ async def model_info(state: ServerState, request: Request) -> Response:
             "served_model_name": state.model_name,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": info.weight_version,
             "model_type": info.architecture,
             "architectures": [info.architecture],
             "disaggregation_mode": state.matchmaker.mode,
@@ -104,22 +113,22 @@ async def server_info(state: ServerState, request: Request) -> Response:
     info, config = state.ready_info, state.config
     load = await _load(state)
     settings: dict[str, Any] = {}
-    for section in (config.model, config.cache, config.scheduler, config.transfer, config.server):
+    for section in (config.model, config.cache, config.scheduler, config.parallel, config.transfer, config.server):
         settings |= dataclasses.asdict(section)
     for secret in ("api_key", "cluster_key"):
         settings.pop(secret)
     settings |= {
         "served_model_name": state.model_name,
         "tokenizer_path": config.model.tokenizer_path or config.model.model_path,
-        "tp_size": 1,
-        "dp_size": 1,
-        "pp_size": 1,
         "role": state.matchmaker.role,
         "disaggregation_mode": state.matchmaker.mode,
         "disaggregation_bootstrap_port": state.matchmaker.bootstrap_port,
         "instance_id": info.peer.instance_id if info.peer else None,
         "peer_address": info.peer.address if info.peer else None,
         "model_fingerprint": info.fingerprint,
+        "weight_version": info.weight_version,
+        "released_memory": list(info.released),
+        "is_paused": info.is_paused,
         "max_total_num_tokens": info.num_kv_tokens,
         "max_model_len": info.max_model_len,
         "dtype": info.dtype,

@@ -98,7 +98,14 @@ def _like(summary: PrefillSummary, num_tokens: int) -> tuple[EngineInfo, object]
     num_layers, num_kv_heads, head_dim, page_size = (value or 0 for value in shape)
     if summary.dtype is None or not all((num_layers, num_kv_heads, head_dim, page_size)):
         raise PeerIncompatible("its registry does not tell its KV layout, so no pages can be asked for")
-    layout = KVLayout.single_rank(num_layers, num_kv_heads, head_dim=head_dim, page_size=page_size, dtype=summary.dtype)
+    layout = KVLayout.single_rank(
+        num_layers,
+        num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=summary.dtype,
+        is_latent=summary.is_latent,
+    )
     num_pages = -(-num_tokens // page_size)
     memory = np.ones(num_pages * layout.page_nbytes, dtype=np.uint8)
     info = EngineInfo(
@@ -118,6 +125,7 @@ def _like(summary: PrefillSummary, num_tokens: int) -> tuple[EngineInfo, object]
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        is_latent=summary.is_latent,
         kv_address=memory.ctypes.data,
         fingerprint=summary.fingerprint,
     )

@@ -7,7 +7,6 @@ session of its own, so that Ctrl-C reaches only the server, and the kernel kills
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import dataclasses
 import json
 import os
@@ -25,9 +24,9 @@ from diptych.config import EngineConfig
 from diptych.core.channel import open_socket
 from diptych.core.messages import EngineLoad, Loading
 from diptych.errors import Unavailable
+from diptych.lifetime import die_with_parent
 from diptych.server.client import EngineClient
 
-_PR_SET_PDEATHSIG = 1
 ENGINE_COMMAND = (sys.executable, "-m", "diptych.engine.process")
 
 
@@ -104,17 +103,3 @@ class EngineProcess:
         self.client.receive_last()
         self.client.fail(Unavailable(f"the engine process {how}; see its log"))
         self._exit_code.set_result(code)
-
-
-def die_with_parent(parent_pid: int) -> Callable[[], None] | None:
-    """What a child runs before exec, so that Linux kills it when this thread ends. None elsewhere."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-
-    def arm() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it died before we were armed
-            os._exit(1)
-
-    return arm

@@ -57,31 +57,32 @@ class Registry:
         self._is_owned = False
 
     def own(self, info: EngineInfo) -> None:
-        """Our own engine is ready: the registry is its, and its first rank is in it. Does nothing without peers."""
+        """Our own engine is ready: the registry is its, and its ranks are in it. Does nothing without peers."""
         peer = info.peer
         if peer is None:
             return
-        host, _, port = peer.address.rpartition(":")
         self._first, self._ranks, self._is_owned = None, {}, True
-        self.register(
-            RankRegistration(
-                role="Prefill",
-                tp_size=peer.tp_size,
-                dp_size=peer.dp_size,
-                pp_size=peer.pp_size,
-                rank_ip=host,
-                rank_port=int(port),
-                engine_rank=0,
-                instance_id=peer.instance_id,
-                protocol_version=peer.protocol_version,
-                fingerprint=peer.fingerprint,
+        for rank, address in enumerate(peer.rank_addresses or (peer.address,)):
+            host, _, port = address.rpartition(":")
+            self.register(
+                RankRegistration(
+                    role="Prefill",
+                    tp_size=peer.tp_size,
+                    dp_size=peer.dp_size,
+                    pp_size=peer.pp_size,
+                    rank_ip=host,
+                    rank_port=int(port),
+                    engine_rank=rank,
+                    instance_id=peer.instance_id,
+                    protocol_version=peer.protocol_version,
+                    fingerprint=peer.fingerprint,
+                )
             )
-        )
         self.facts = _model_facts(info)
 
     def register(self, rank: RankRegistration) -> None:
         """A rank is there. Raises: RequestError for a rank that cannot be, OtherInstance if that is not its engine."""
-        if rank.tp_size * rank.pp_size % rank.dp_size:
+        if rank.tp_size % rank.dp_size:
             raise RequestError(f"dp_size {rank.dp_size} does not divide tp_size {rank.tp_size}", param="dp_size")
         if rank.engine_rank >= rank.tp_size * rank.pp_size:
             raise RequestError(
@@ -112,10 +113,11 @@ class Registry:
     def route(self, rank_in_group: int, group: int) -> dict[str, Any] | None:
         """Where one rank of one data-parallel group listens; None if there is no such rank. Raises: Unavailable."""
         first = self._complete()
-        group_size = first.tp_size * first.pp_size // first.dp_size
-        if not (0 <= group < first.dp_size and 0 <= rank_in_group < group_size):
+        group_size = first.tp_size // first.dp_size
+        stage, place = divmod(rank_in_group, group_size)
+        if not (0 <= group < first.dp_size and 0 <= stage < first.pp_size):
             return None
-        rank = self._ranks[group * group_size + rank_in_group]
+        rank = self._ranks[stage * first.tp_size + group * group_size + place]
         return {"rank_ip": rank.rank_ip, "rank_port": rank.rank_port, **_identity(rank)}
 
     def _complete(self) -> RankRegistration:
@@ -150,6 +152,7 @@ def _model_facts(info: EngineInfo) -> dict[str, Any]:
         "num_layers": info.num_layers,
         "num_kv_heads": info.num_kv_heads,
         "head_dim": info.head_dim,
+        "is_latent": info.is_latent,
     }
 
 

@@ -58,6 +58,7 @@ class PrefillSummary(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    is_latent: bool = False
 
 
 async def ask_registry(

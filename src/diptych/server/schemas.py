@@ -264,7 +264,7 @@ class GenerateRequest(RendezvousFields):
     return_text_in_logprobs: bool = False
     priority: Annotated[Any, WithJsonSchema({"type": "integer"})] = 0
     extra_key: Annotated[Any, WithJsonSchema({"type": "string"})] = ""
-    lora_path: Annotated[Any, WithJsonSchema({"type": "string"})] = ""
+    lora_path: Annotated[Any, WithJsonSchema(_TEXT_OR_LIST)] = ""
     timeout: Timeout | None = None
 
 
@@ -287,6 +287,21 @@ class RoleSwitch(Body):
     """POST /pd_role_switch."""
 
     new_role: Literal["unified", "prefill", "decode", "null"]
+
+
+class LoadAdapterRequest(Body):
+    """POST /load_lora_adapter."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_LEN)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    pinned: bool = False
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(Body):
+    """POST /unload_lora_adapter."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_LEN)]
 
 
 class AbortRequest(Body):

@@ -11,10 +11,11 @@ from typing import Any
 from starlette.requests import Request
 
 from diptych.config import EngineConfig
-from diptych.core.messages import EngineInfo
-from diptych.errors import Unavailable, UnknownModel
+from diptych.core.messages import AdapterInfo, EngineInfo
+from diptych.errors import RequestError, Unavailable, UnknownModel
 from diptych.metrics import ServerMetrics
 from diptych.resolve import parse_size
+from diptych.server.adapters import ServedAdapters
 from diptych.server.chat import ChatTemplate, RenderedPrompt, read_template
 from diptych.server.client import EngineClient
 from diptych.server.generation import GenerationService
@@ -86,20 +87,33 @@ class ServerState:
             self.config.transfer, is_serving=lambda: self.is_serving, on_missed=self.metrics.note_missed_prefill
         )
 
-    def become_ready(self, client: EngineClient, info: EngineInfo, text: TextTools) -> None:
-        """The engine answers: requests are served from now on."""
+    def become_ready(
+        self, client: EngineClient, info: EngineInfo, text: TextTools, adapters: ServedAdapters | None = None
+    ) -> None:
+        """The engine answers: requests are served from now on. adapters: as far as some are loaded."""
         self.client = client
         self.info = info
         self._text = text
         self._service = GenerationService(
-            client, info, text.tokenizer, text.token_texts, self.metrics, self.config, self.matchmaker
+            client, info, text.tokenizer, text.token_texts, self.metrics, self.config, self.matchmaker, adapters
         )
         self.metrics.note_ready(info)
+        self.matchmaker.become_ready(info)
+        client.on_change = self._note_change
+
+    def _note_change(self, info: EngineInfo) -> None:
+        """Other weights, or memory released: routers, peers and clients are told from now on."""
+        self.info = self.service.info = info
         self.matchmaker.become_ready(info)
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are taken: those of an engine that is asleep are not."""
+        return self._service is not None and self.is_alive and not self._service.info.released
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is an engine that takes requests, or will when it is awake."""
         return self._service is not None and not self.is_draining and self._service.client.is_alive
 
     @property
@@ -117,6 +131,11 @@ class ServerState:
         if not self._service.client.is_alive:
             raise Unavailable("the engine has stopped; the server's log says why")
         return self._service
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """What is loaded; nothing while the engine loads."""
+        return [] if self._service is None else self._service.adapters.loaded
 
     @property
     def text(self) -> TextTools:
@@ -141,9 +160,24 @@ class ServerState:
         return await asyncio.to_thread(render)
 
     def check_model(self, name: str) -> None:
-        """Raises: UnknownModel if `name` is not what is served here."""
-        if name not in _ANY_MODEL and name not in (self.model_name, self.config.model.model_path):
-            raise UnknownModel(f"model {name!r} is not served here; use {self.model_name!r}", param="model")
+        """Raises: UnknownModel if `name` is neither the model nor one of its adapters."""
+        self.adapter_of(name)
+
+    def adapter_of(self, model: str, lora_path: str = "") -> str:
+        """The adapter that a request names by its model ("adapter" or "model:adapter") or by lora_path; "" for none.
+
+        Raises: UnknownModel naming what is served here; RequestError if the two name different ones.
+        """
+        if model in _ANY_MODEL or model in (self.model_name, self.config.model.model_path):
+            return lora_path
+        adapters = self.service.adapters
+        name = model if model in adapters else model.removeprefix(f"{self.model_name}:")
+        if name not in adapters:
+            served = ", ".join(repr(each) for each in (self.model_name, *(info.name for info in adapters.loaded)))
+            raise UnknownModel(f"model {model!r} is not served here; use {served}", param="model")
+        if lora_path not in ("", name):
+            raise RequestError(f"model names adapter {name!r}, but lora_path {lora_path!r}", param="lora_path")
+        return name
 
     async def close(self) -> None:
         """Release what the service holds, and close the registry's port."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diptych.errors import DiptychError, TransferError
-from diptych.transfer.backend import HOST, MemorySpace, TransferBackend
+from diptych.transfer.backend import TransferBackend, Write
 from diptych.transfer.plan import Descriptors
 
 
@@ -146,20 +146,10 @@ class StepwiseAgent:
         self.poll()
         self._on_event(PeerRemoved(peer))
 
-    def write(
-        self,
-        write_id: int,
-        peer: str,
-        *,
-        descriptors: Descriptors,
-        notification: bytes,
-        source: MemorySpace = HOST,
-        destination: MemorySpace = HOST,
-    ) -> None:
+    def write(self, write_id: int, write: Write) -> None:
         """Post a write: `WriteDone` or `WriteFailed` comes from a later poll."""
-        posted = _Posted(write_id, peer, descriptors, self._clock())
-        handle = self._backend.write(peer, descriptors, notification, source=source, destination=destination)
-        self._posted[handle] = posted
+        posted = _Posted(write_id, write.peer, write.descriptors, self._clock())
+        self._posted[self._backend.write(write)] = posted
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a notification alone: `NotifyFailed`, or nothing."""

@@ -49,6 +49,20 @@ class MemoryRegion:
     space: MemorySpace = HOST
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Write:
+    """Bytes to copy to a peer, which is told when they are there. No descriptors: only tell it.
+
+    source, destination: where the addresses of the two sides point to.
+    """
+
+    peer: str
+    descriptors: Descriptors
+    notification: bytes
+    source: MemorySpace = HOST
+    destination: MemorySpace = HOST
+
+
 @dataclass(frozen=True, slots=True)
 class WriteResult:
     """How a write ended. handle: what `write` returned. error: None if every byte and the notification were sent."""
@@ -90,16 +104,8 @@ class TransferBackend(Protocol):
         """Forget a peer; its unfinished writes end as failed, with PeerLost. An unknown peer is no error."""
         ...
 
-    def write(
-        self,
-        peer: str,
-        descriptors: Descriptors,
-        notification: bytes,
-        *,
-        source: MemorySpace = HOST,
-        destination: MemorySpace = HOST,
-    ) -> int:
-        """Copy bytes from here to a peer, then notify it, and return a handle for `poll`; no descriptors: only notify.
+    def write(self, write: Write) -> int:
+        """Copy bytes from here to a peer, then notify it, and return a handle for `poll`.
 
         Every source lies within one of our regions, every destination within one of the peer's. Never raises for what
         is wrong with the peer or with addresses: the result says so. May block while bytes are copied, without the GIL.

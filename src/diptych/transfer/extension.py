@@ -15,8 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from diptych.core.request import Request, SamplingParams
-from diptych.errors import DiptychError
+from diptych.errors import DiptychError, PeerIncompatible
 from diptych.kv.layout import KVLayout
+from diptych.transfer.ranks import Ranks
 
 PROTOCOL_NAME = "diptych"
 PROTOCOL_VERSION = 1
@@ -24,6 +25,8 @@ PROTOCOL_VERSION = 1
 MAX_EXTENSION_NBYTES = 32 * 1024 * 1024
 MAX_PROMPT_TOKENS = 4 * 1024 * 1024
 MAX_ADAPTERS = 4096
+MAX_RANKS = 1024
+MAX_METADATA_NBYTES = 4 * 1024 * 1024
 MAX_ROOM = 2**63 - 1
 MAX_ADDRESS = 2**57 - 1  # five-level page tables; so that address plus offset always fits int64
 
@@ -64,7 +67,7 @@ class OtherVersion(msgspec.Struct, frozen=True):
         return f"the peer speaks protocol version {self.version}, we speak {PROTOCOL_VERSION}; upgrade one of them"
 
 
-class LayoutFields(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A KVLayout and the pool that has it. stride: bytes from one page to the next."""
 
     first_layer: Count
@@ -76,6 +79,7 @@ class LayoutFields(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Word
     num_pages: Size
     stride: Annotated[int, Meta(ge=1, le=MAX_ADDRESS)]
+    is_latent: bool = False
 
     @classmethod
     def of(cls, layout: KVLayout, num_pages: int) -> LayoutFields:
@@ -90,6 +94,7 @@ class LayoutFields(msgspec.Struct, frozen=True, kw_only=True):
             dtype=layout.dtype,
             num_pages=num_pages,
             stride=layout.page_nbytes,
+            is_latent=layout.is_latent,
         )
 
     def layout(self) -> KVLayout:
@@ -100,17 +105,34 @@ class LayoutFields(msgspec.Struct, frozen=True, kw_only=True):
             head_dim=self.head_dim,
             page_size=self.page_size,
             dtype=self.dtype,
+            is_latent=self.is_latent,
         )
 
 
+class RankFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One of the ranks of an engine that has several.
+
+    lifeline: "host:port" at which its process listens and never answers; refused means that it is dead. In a
+    registration also its agent, and where its pool is.
+    """
+
+    layout: LayoutFields
+    lifeline: Word = ""
+    agent_name: Word = ""
+    agent_metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_NBYTES)] = b""
+    kv_address: Address = 0
+    kv_device: Annotated[int, Meta(ge=0, le=2**16 - 1)] = 0
+
+
 class PeerExtension(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who a rank is, and what it can exchange; in the registration, and in an engine's answer to it.
+    """Who an engine is, and what it can exchange; in the registration, and in an engine's answer to it.
 
     instance_id: new at every start of the engine. control_endpoint: where it listens for control messages
-    (`tcp://...`), if that is not the endpoint of the frame. model_layers, model_kv_heads: of the whole model.
-    Fingerprints: of weights and revision; adapters by name; draft is empty without one. num_top_logprobs,
-    hidden_nbytes: shape of its handoff rows, which are in host memory; kv_memory: where its pool is. staging: a buffer
-    for packed pages, 0 bytes if there is none.
+    (`tcp://...`), if that is not the endpoint of the frame. model_layers, model_kv_heads: of the whole model. ranks:
+    all of them, rank = pp_rank * tp_size + tp_rank, if there are several; layout and frame then speak of the first.
+    Fingerprints: of weights and revision; adapters by name; draft is empty without one. weight_version: what the
+    weights are called, empty for those of the start. num_top_logprobs, hidden_nbytes: shape of its handoff rows, which
+    are in host memory; kv_memory: where its pools are.
     """
 
     instance_id: Identity
@@ -118,25 +140,32 @@ class PeerExtension(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     model_layers: Size
     model_kv_heads: Size
     model_fingerprint: Word
-    tp_rank: Count = 0
     tp_size: Size = 1
-    pp_rank: Count = 0
     pp_size: Size = 1
-    dp_rank: Count = 0
     dp_size: Size = 1
+    ranks: Annotated[list[RankFields], Meta(max_length=MAX_RANKS)] = []
     control_endpoint: Word = ""
     adapter_fingerprints: Annotated[dict[Word, Word], Meta(max_length=MAX_ADAPTERS)] = {}
     draft_fingerprint: Word = ""
+    weight_version: Word = ""
     num_top_logprobs: Count = 0
     hidden_nbytes: Count = 0
     kv_memory: Literal["dram", "vram"] = "dram"
-    staging_address: Address = 0
-    staging_nbytes: Annotated[int, Meta(ge=0, le=MAX_ADDRESS)] = 0
 
     @property
-    def rank(self) -> int:
-        """Rank within its engine's replica."""
-        return self.pp_rank * self.tp_size + self.tp_rank
+    def lifelines(self) -> list[str]:
+        """What must be refused, besides the control endpoint, before all of it is dead."""
+        return [rank.lifeline for rank in self.ranks if rank.lifeline]
+
+    def shape(self) -> Ranks:
+        """Which rank holds what. Raises PeerIncompatible or ConfigError if that is no engine."""
+        layouts = [rank.layout.layout() for rank in self.ranks] or [self.layout.layout()]
+        if len(layouts) != self.tp_size * self.pp_size:
+            raise PeerIncompatible(
+                f"{len(layouts)} ranks are described, tp_size {self.tp_size} x pp_size {self.pp_size} has"
+                f" {self.tp_size * self.pp_size}"
+            )
+        return Ranks(tuple(layouts), self.tp_size, self.dp_size)
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -146,6 +175,8 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_token_ids: TokenIds
     sampling: SamplingParams
     cache_key: Word = ""
+    adapter: Word = ""
+    adapter_digest: Word = ""
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     timeout_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     trace_id: Word = ""
@@ -158,6 +189,8 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             prompt_token_ids=request.prompt_token_ids,
             sampling=request.sampling,
             cache_key=request.cache_key,
+            adapter=request.adapter,
+            adapter_digest=request.adapter_digest,
             priority=request.priority,
             timeout_s=None if request.deadline is None else max(0.0, request.deadline - now),
             trace_id=trace_id,
@@ -170,6 +203,8 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             prompt_token_ids=self.prompt_token_ids,
             sampling=self.sampling,
             cache_key=self.cache_key,
+            adapter=self.adapter,
+            adapter_digest=self.adapter_digest,
             priority=self.priority,
             arrival_time=now,
             deadline=None if self.timeout_s is None else now + self.timeout_s,
@@ -181,15 +216,21 @@ class RoomExtension(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     to_instance: whom it is meant for; another instance at that address must not serve it, for decode may take the death
     of the first as proof that nothing lands. generation: sets apart two uses of one room number. num_cached_tokens:
-    what decode holds already, whole pages of its own size; the page indices of the frame begin after them. prompt: set
-    where decode drives, by rank 0 alone.
+    what decode holds already, whole pages of its own size; the page indices of the frame begin after them. adapter: the
+    one with which decode goes on, and its digest. prompt: set where decode drives. dp_group: the data-parallel group of
+    decode whose pages these are. knows_you: it has seen who the prefill engine is, and so knows whose death would prove
+    that nothing lands.
     """
 
     instance_id: Identity
     to_instance: Word = ""
     generation: Count = 0
     num_cached_tokens: Count = 0
+    adapter: Word = ""
+    adapter_digest: Word = ""
     prompt: PrefillRequest | None = None
+    dp_group: Count = 0
+    knows_you: bool = False
 
 
 class _Envelope(msgspec.Struct, array_like=True, frozen=True):
@@ -249,7 +290,9 @@ def mismatches(ours: PeerExtension, theirs: PeerExtension) -> list[Mismatch]:
         ("number of layers", ours.model_layers, theirs.model_layers),
         ("number of KV heads", ours.model_kv_heads, theirs.model_kv_heads),
         ("head_dim", ours.layout.head_dim, theirs.layout.head_dim),
+        ("latent KV", ours.layout.is_latent, theirs.layout.is_latent),
         ("KV dtype", ours.layout.dtype, theirs.layout.dtype),
+        ("weight version", ours.weight_version or "default", theirs.weight_version or "default"),
         ("draft model", ours.draft_fingerprint or "none", theirs.draft_fingerprint or "none"),
         ("size of the hidden state", ours.hidden_nbytes, theirs.hidden_nbytes),
     ]

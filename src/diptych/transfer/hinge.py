@@ -35,7 +35,7 @@ from diptych.transfer.control import (
 )
 from diptych.transfer.extension import ForeignFrame, OtherVersion
 from diptych.transfer.peers import Peer, PeerBook, PeerState
-from diptych.transfer.ports import HingeLimits, Mover, Network, Site
+from diptych.transfer.ports import HingeLimits, Network, Site
 from diptych.transfer.receiver import Receiver
 from diptych.transfer.sender import Sender
 from diptych.transfer.wire import Registration, decode_frames
@@ -44,24 +44,24 @@ logger = logging.getLogger(__name__)
 
 
 class Hinge:
-    """Both directions of one rank.
+    """Both directions of one engine.
 
-    Args: site: this rank. network, mover: the outside. rng: for room numbers.
+    Args: site: what it is and has. network: to its peers. rng: for room numbers.
     """
 
-    def __init__(self, site: Site, network: Network, *, mover: Mover, limits: HingeLimits, rng: random.Random) -> None:
+    def __init__(self, site: Site, network: Network, *, limits: HingeLimits, rng: random.Random) -> None:
         self.foreign_frames: Counter[str] = Counter()
         self.peers = PeerBook(network, site.identity, limits)
-        self.sender = Sender(site, self.peers, mover=mover, limits=limits)
-        self.receiver = Receiver(site, self.peers, network=network, mover=mover, limits=limits, rng=rng)
+        self.sender = Sender(site, self.peers, limits=limits)
+        self.receiver = Receiver(site, self.peers, network=network, limits=limits, rng=rng)
         self._site = site
         self._network = network
 
     def tick(self, now: float, wall_clock: float) -> None:
         """Take what has arrived, send heartbeats, notice who is lost or late. now: monotonic seconds."""
         self.keep_time(now, wall_clock)
-        for frames in self._network.receive():
-            self._take(frames, now)
+        for rank, frames in self._network.receive():
+            self._take(frames, now, rank)
         self.peers.beat(now)
         for peer in self.peers.newly_lost(now):
             self._lose(peer, is_dead=self._cannot_have_heard(peer))
@@ -79,17 +79,17 @@ class Hinge:
         self.receiver.now, self.receiver.wall_clock = now, wall_clock
         self.sender.now = self.peers.complaints.now = now
 
-    def on_event(self, event: TransferEvent) -> None:
-        """What the mover says. Raises TransferError if it has broken: the engine cannot go on as a peer."""
+    def on_event(self, event: TransferEvent, rank: int = 0) -> None:
+        """What the agent of one of our ranks says. Raises TransferError if it has broken: the engine cannot go on."""
         match event:
             case PeerAdded() | PeerRefused() | WriteDone() | WriteFailed():
-                self.sender.on_event(event)
+                self.sender.on_event(event, rank)
             case Notified(message=message):
-                self.receiver.on_notified(message)
+                self.receiver.on_notified(message, rank)
             case AgentFailed(error=error):
                 raise error
 
-    def _take(self, frames: list[bytes], now: float) -> None:
+    def _take(self, frames: list[bytes], now: float, rank: int) -> None:
         try:
             if frames and frames[0] == CONTROL_GUARD:
                 self._obey(decode_control(frames), now)
@@ -100,9 +100,9 @@ class Hinge:
             logger.debug("dropped foreign frames: %s", error)
             return
         if isinstance(message, Registration):
-            self.sender.register(message, now)
+            self.sender.register(message, now, rank=rank)
         else:
-            self.sender.join(message, now)
+            self.sender.join(message, now, rank=rank)
 
     def _obey(self, control: Control | OtherVersion, now: float) -> None:
         if isinstance(control, OtherVersion):

@@ -1,7 +1,7 @@
 """What has arrived of one room, from notifications in any order. Pure; knows no pages and no sockets.
 
-A room is complete when of every expected writer the last chunk is known, all chunks up to it and the handoff state are
-there.
+A room is complete when of every stream, from a rank of the peer to one of ours, the last chunk is known and all chunks
+up to it are there, and the handoff state is.
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diptych.transfer.extension import ForeignFrame
+from diptych.transfer.ranks import HANDOFF_RANK
 from diptych.transfer.wire import AuxLanded, Notification
+
+# Until it is known who writes.
+MAX_UNKNOWN_STREAMS = 4096
 
 
 @dataclass(slots=True)
-class _Writer:
-    """What came from one writer. chunks: those beyond the first `num_in_order`, so that the set stays small."""
+class _Stream:
+    """What came in one stream. chunks: those beyond the first `num_in_order`, so that the set stays small."""
 
     num_in_order: int = 0
     chunks: set[int] = field(default_factory=set)
     last_chunk: int | None = None
-    has_aux: bool = False
 
     @property
     def is_complete(self) -> bool:
-        return self.has_aux and self.last_chunk is not None and self.num_in_order == self.last_chunk + 1
+        return self.last_chunk is not None and self.num_in_order == self.last_chunk + 1
 
     def add_chunk(self, chunk: int, *, is_last: bool) -> bool:
         """Whether the chunk is news. Raises ForeignFrame if it contradicts an earlier one."""
@@ -46,52 +49,68 @@ class _Writer:
 
 
 class Landing:
-    """One room's arrivals on a decode rank. writers: prefill ranks that write here (base peers do not say: only one).
+    """One room's arrivals on a decode engine.
 
+    streams: (writer, reader), ranks of the peer and of ours; None: not known yet, until `expect`, then is_expecting.
     max_chunks: bound on chunk numbers, from the prompt's length; beyond it a peer is talking nonsense.
     """
 
-    def __init__(self, writers: Iterable[int], *, max_chunks: int) -> None:
+    def __init__(self, streams: Iterable[tuple[int, int]] | None, *, max_chunks: int) -> None:
         self.max_chunks = max_chunks
         self.num_duplicates = 0
-        self._writers = {writer: _Writer() for writer in writers}
-        self._num_missing = len(self._writers)
+        self._streams: dict[tuple[int, int], _Stream] = {}
+        self.is_expecting = False
+        self._has_aux = False
+        if streams is not None:
+            self.expect(streams)
+
+    def expect(self, streams: Iterable[tuple[int, int]]) -> None:
+        """Now it is known who writes; what others said is forgotten."""
+        if not self.is_expecting:
+            self.is_expecting = True
+            self._streams = {stream: self._streams.get(stream, _Stream()) for stream in streams}
 
     @property
     def is_complete(self) -> bool:
         """Whether everything has landed."""
-        return self._num_missing == 0
+        return self.is_expecting and self._has_aux and not self.missing_streams
 
     @property
-    def missing_writers(self) -> list[int]:
-        """Ranks of which something is still to come."""
-        return [rank for rank, writer in self._writers.items() if not writer.is_complete]
+    def missing_streams(self) -> list[tuple[int, int]]:
+        """Of which something is still to come."""
+        return [name for name, stream in self._streams.items() if not stream.is_complete]
 
-    def add(self, notification: Notification) -> bool:
-        """Note one arrival; whether it was news (a repeated one is counted and harmless).
+    def add(self, notification: Notification, reader: int = 0) -> bool:
+        """Note one arrival at our rank `reader`; whether it was news (a repeated one is counted and harmless).
 
         Raises ForeignFrame for a writer that is not expected or a chunk that contradicts earlier ones.
         """
-        writer = self._writer(notification)
-        before = writer.is_complete
         if isinstance(notification, AuxLanded):
-            is_news = not writer.has_aux
-            writer.has_aux = True
+            if reader != HANDOFF_RANK or notification.writer not in (None, HANDOFF_RANK):
+                raise _stranger(notification, reader)
+            is_news = not self._has_aux
+            self._has_aux = True
         else:
             if notification.chunk >= self.max_chunks:
                 raise ForeignFrame("notification", f"chunk {notification.chunk} of at most {self.max_chunks}")
-            is_news = writer.add_chunk(notification.chunk, is_last=notification.is_last)
+            stream = self._stream(notification, reader)
+            is_news = stream.add_chunk(notification.chunk, is_last=notification.is_last)
         self.num_duplicates += not is_news
-        self._num_missing -= writer.is_complete and not before
         return is_news
 
-    def _writer(self, notification: Notification) -> _Writer:
-        rank = notification.writer
-        if rank is None and len(self._writers) == 1:
-            return next(iter(self._writers.values()))
-        writer = None if rank is None else self._writers.get(rank)
+    def _stream(self, notification: Notification, reader: int) -> _Stream:
+        writer = notification.writer
         if writer is None:
-            raise ForeignFrame(
-                "notification", f"room {notification.room}: writer {rank} is not of {list(self._writers)}"
-            )
-        return writer
+            raise _stranger(notification, reader)
+        stream = self._streams.get((writer, reader))
+        if stream is None and not self.is_expecting and len(self._streams) < MAX_UNKNOWN_STREAMS:
+            stream = self._streams[writer, reader] = _Stream()
+        if stream is None:
+            raise _stranger(notification, reader)
+        return stream
+
+
+def _stranger(notification: Notification, reader: int) -> ForeignFrame:
+    return ForeignFrame(
+        "notification", f"room {notification.room}: rank {notification.writer} does not write to rank {reader} there"
+    )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diptych.errors import PeerIncompatible, PeerLost, TransferError, TransferRejected
-from diptych.transfer.backend import HOST, MemoryRegion, MemorySpace, WriteResult
+from diptych.transfer.backend import MemoryRegion, Write, WriteResult
 from diptych.transfer.plan import Descriptors
 
 _MAGIC = b"diptych-loopback:"
@@ -211,16 +211,9 @@ class LoopbackBackend:
             for handle in [handle for handle, to in self._open.items() if to == peer]:
                 self.end_write(handle, PeerLost(f"peer {peer} was removed before the write ended"))
 
-    def write(
-        self,
-        peer: str,
-        descriptors: Descriptors,
-        notification: bytes,
-        *,
-        source: MemorySpace = HOST,
-        destination: MemorySpace = HOST,
-    ) -> int:
+    def write(self, write: Write) -> int:
         """Put a write on the wire."""
+        peer, descriptors = write.peer, write.descriptors
         with self._network.lock:
             self._num_writes += 1
             handle = self._num_writes
@@ -230,7 +223,7 @@ class LoopbackBackend:
                 self.end_write(handle, error)
             else:
                 self._network.send(
-                    self, self._peers[peer], notification=notification, descriptors=descriptors, handle=handle
+                    self, self._peers[peer], notification=write.notification, descriptors=descriptors, handle=handle
                 )
             return handle
 

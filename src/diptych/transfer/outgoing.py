@@ -9,24 +9,11 @@ from dataclasses import dataclass, field
 from diptych.core.sequence import Sequence
 from diptych.errors import DiptychError
 from diptych.kv.cache import SequencePages
-from diptych.transfer.destination import Destination
 from diptych.transfer.handoff import Handoff
-from diptych.transfer.peers import Peer
+from diptych.transfer.registrations import Registered
 from diptych.transfer.stages import Stages
 from diptych.transfer.state import Transfer
 from diptych.transfer.wire import TransferInfo
-
-
-@dataclass(slots=True, eq=False)
-class Registered:
-    """A decode rank that may be written to. is_ready: the mover has met it. peer: None for one without our
-    extension.
-    """
-
-    agent_name: str
-    destination: Destination
-    peer: Peer | None
-    is_ready: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +31,9 @@ class Reader:
 class Outgoing:
     """One room that we fill. write_ids: posted and not ended. handoff_slot: our row, from the first token on.
 
-    request_id: of the prompt in this engine, once it is known. sequence, pages: once it is computed in part.
+    request_id: of the prompt in this engine, once it is known. sequence, pages: once it is computed in part. group: our
+    data-parallel group that computes it. readers: by the rank of ours that was told, and the agent; missing: how many
+    more each of our ranks must hear of.
     """
 
     transfer: Transfer
@@ -52,8 +41,9 @@ class Outgoing:
     stages: Stages
     request_id: str | None = None
     generation: int = 0
-    readers: dict[str, Reader] = field(default_factory=dict)
-    num_readers: int | None = None
+    group: int = 0
+    readers: dict[tuple[int, str], Reader] = field(default_factory=dict)
+    missing: dict[int, int] = field(default_factory=dict)
     sequence: Sequence | None = None
     pages: SequencePages | None = None
     handoff: Handoff | None = None
@@ -65,4 +55,4 @@ class Outgoing:
     @property
     def is_joined(self) -> bool:
         """Whether every destination has named itself."""
-        return self.num_readers is not None and len(self.readers) >= self.num_readers
+        return bool(self.readers) and not any(self.missing.values())

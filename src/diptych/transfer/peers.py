@@ -38,9 +38,10 @@ class PeerState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One instance of an engine at one address. last_heard: when it was met, until it has answered once. refusal: why
-    no KV moves, if so. num_sent: heartbeats to it; num_confirmed: those that it has said to have seen; num_seen: the
-    last one from it. nonce: of the last Hello sent for it.
+    """One instance of an engine at one address. last_heard: when it was met, until it has answered once. has_ended: its
+    engine's process is dead; those of its ranks may end a moment later. refusal: why no KV moves, if so. num_sent:
+    heartbeats to it; num_confirmed: those that it has said to have seen; num_seen: the last one from it. nonce: of the
+    last Hello sent for it.
     """
 
     address: str
@@ -48,6 +49,7 @@ class Peer:
     last_heard: float
     state: PeerState = PeerState.MEETING
     has_answered: bool = False
+    has_ended: bool = False
     identity: PeerExtension | None = None
     refusal: str = ""
     is_leaving: bool = False
@@ -99,10 +101,10 @@ class PeerBook:
         return peer
 
     def answered(self, nonce: int, instance_id: str) -> None:
-        """A Hello was answered: the peer that it was sent for is dead if the answer comes from somebody else."""
+        """A Hello was answered: the engine that it was sent for is dead if the answer comes from somebody else."""
         for peer in self:
             if nonce and peer.nonce == nonce and peer.instance_id != instance_id:
-                self.bury(peer)
+                self._end(peer)
 
     def heard(self, peer: Peer, now: float) -> bool:
         """Note a sign of life; whether it had been taken for lost, and is back."""
@@ -126,6 +128,13 @@ class PeerBook:
         """Whether too many of our heartbeats are unconfirmed. Counted, not timed: while we are frozen we send none."""
         limit = self._limits.heartbeat_timeout / self._limits.heartbeat_interval
         return peer.has_answered and peer.num_sent - peer.num_confirmed > limit
+
+    def _end(self, peer: Peer) -> None:
+        """Its engine's process is dead: so is the peer, once all of its ranks are."""
+        peer.has_ended = True
+        lifelines = [] if peer.identity is None else peer.identity.lifelines
+        if all(self._network.is_refused(lifeline) for lifeline in lifelines):
+            self.bury(peer)
 
     def bury(self, peer: Peer) -> None:
         """It is dead; it will be among the next `newly_gone`."""
@@ -183,13 +192,14 @@ class PeerBook:
     def newly_gone(self, now: float) -> list[Peer]:
         """Peers whose death has just become certain: lost ones are probed, a few times a second.
 
-        Either nobody listens there any more, or whoever does answers the Hello with another instance id.
+        Either nobody listens there any more, or whoever does answers the Hello with another instance id. And nobody
+        listens at the lifelines of its ranks, which have processes of their own.
         """
         for peer in self:
             if peer.state is PeerState.LOST and now >= peer.next_probe:
                 peer.next_probe = now + self._limits.heartbeat_interval
-                if self._network.is_refused(peer.address):
-                    self.bury(peer)
+                if peer.has_ended or self._network.is_refused(peer.address):
+                    self._end(peer)
                 else:
                     peer.nonce = next(self._nonces)
                     self.send(peer, Hello(self._identity, peer.nonce))

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.errors import ConfigError, InvariantError, PeerIncompatible
-from diptych.kv.layout import KEY, VALUE, KVLayout
+from diptych.kv.layout import KVLayout, stage_layers
 
 Int64s = NDArray[np.int64]
 
@@ -81,7 +81,7 @@ class PageTemplate:
     @property
     def num_dst_regions(self) -> int:
         """Base addresses that the destination must have named."""
-        return 1 if self.dst_order is PageOrder.PAGE_MAJOR else 2 * self.dst.num_layers
+        return 1 if self.dst_order is PageOrder.PAGE_MAJOR else len(self.dst.parts) * self.dst.num_layers
 
     @property
     def dst_stride(self) -> int:
@@ -126,7 +126,11 @@ def page_template(src: KVLayout, dst: KVLayout, *, dst_order: PageOrder = PageOr
     Runs that are adjacent on both sides are joined. Raises PeerIncompatible, naming both values, if dtype or head_dim
     differ or the page sizes have too large a common multiple.
     """
-    for name, ours, theirs in (("dtype", src.dtype, dst.dtype), ("head_dim", src.head_dim, dst.head_dim)):
+    for name, ours, theirs in (
+        ("dtype", src.dtype, dst.dtype),
+        ("head_dim", src.head_dim, dst.head_dim),
+        ("is_latent", src.is_latent, dst.is_latent),
+    ):
         if ours != theirs:
             raise PeerIncompatible(
                 f"KV cannot be converted: {name} is {ours} at the source and {theirs} at the destination"
@@ -207,16 +211,15 @@ def shards(full: KVLayout, *, tp_size: int, pp_size: int) -> list[KVLayout]:
     heads, layers = full.num_kv_heads, full.num_layers
     if max(heads, tp_size) % min(heads, tp_size):
         raise ConfigError(f"{heads} KV heads cannot be dealt to tp_size {tp_size}: one must divide the other")
-    if pp_size > layers:
-        raise ConfigError(f"{layers} layers cannot be dealt to pp_size {pp_size}; use at most one stage a layer")
     width = max(1, heads // tp_size)
     return [
         KVLayout(
-            layers=range(stage * layers // pp_size, (stage + 1) * layers // pp_size),
+            layers=stage_layers(layers, stage, pp_size),
             kv_heads=range(rank * heads // tp_size, rank * heads // tp_size + width),
             head_dim=full.head_dim,
             page_size=full.page_size,
             dtype=full.dtype,
+            is_latent=full.is_latent,
         )
         for stage in range(pp_size)
         for rank in range(tp_size)
@@ -280,7 +283,7 @@ def _cell(template: PageTemplate, first_token: int, num_tokens: int) -> Cell:
     src_token, dst_token = first_token % src.page_size, first_token % dst.page_size
     runs = []
     for layer in overlap(src.layers, dst.layers):
-        for kv in (KEY, VALUE):
+        for kv in src.parts:
             region = 0
             dst_start = dst.offset(layer, kv, dst_token, heads.start)
             if template.dst_order is PageOrder.LAYER_MAJOR:

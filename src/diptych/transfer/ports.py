@@ -6,14 +6,17 @@ on the engine's thread and returns at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from diptych.kv.layout import KVLayout
-from diptych.transfer.backend import HOST, MemorySpace
+import msgspec
+
+from diptych.transfer.backend import MemorySpace, Write
 from diptych.transfer.extension import PeerExtension
 from diptych.transfer.handoff import HandoffLayout, HandoffRows, HandoffSlots
-from diptych.transfer.plan import Descriptors
+from diptych.transfer.ranks import Ranks
+from diptych.transfer.wire import Registration
 
 
 class Network(Protocol):
@@ -25,8 +28,8 @@ class Network(Protocol):
         """Send, or drop if it cannot be; the first send connects."""
         ...
 
-    def receive(self) -> list[list[bytes]]:
-        """Every message that has arrived, from anybody."""
+    def receive(self) -> list[tuple[int, list[bytes]]]:
+        """Every message that has arrived, from anybody, with the rank of ours that it was sent to."""
         ...
 
     def is_refused(self, address: str) -> bool:
@@ -44,8 +47,10 @@ class Network(Protocol):
         ...
 
 
-class Mover(Protocol):
-    """Moves bytes to peers' memories; what comes of it is told as events of `transfer.agent`."""
+class Agent(Protocol):
+    """Moves bytes between the memory of one rank and those of peers; what comes of it is told as events of
+    `transfer.agent`.
+    """
 
     def add_peer(self, key: str, metadata: bytes) -> None:
         """Meet a peer: PeerAdded or PeerRefused with this key follows."""
@@ -55,16 +60,7 @@ class Mover(Protocol):
         """Forget a peer: WriteFailed for each unfinished write follows."""
         ...
 
-    def write(
-        self,
-        write_id: int,
-        peer: str,
-        *,
-        descriptors: Descriptors,
-        notification: bytes,
-        source: MemorySpace = HOST,
-        destination: MemorySpace = HOST,
-    ) -> None:
+    def write(self, write_id: int, write: Write) -> None:
         """Copy and notify: WriteDone or WriteFailed with this id follows."""
         ...
 
@@ -74,9 +70,19 @@ class Mover(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankSite:
+    """What one rank has. kv_base: address of its pool in its own process, in kv_space."""
+
+    agent_name: str
+    agent_metadata: bytes
+    kv_base: int
+    kv_space: MemorySpace
+
+
+@dataclass(frozen=True, kw_only=True)
 class Site:
-    """What this rank is and has. kv_base: address of the pool, in kv_space. handoff_*: its rows, shared by both
-    directions.
+    """What this engine is and has. agents, ranks: one a rank. handoff_*: rows, shared by both directions; handoff_base:
+    their address in the process of HANDOFF_RANK.
 
     endpoint: host at which peers reach our control socket, at `port`.
     """
@@ -84,11 +90,8 @@ class Site:
     identity: PeerExtension
     endpoint: str
     port: int
-    agent_name: str
-    agent_metadata: bytes
-    layout: KVLayout
-    kv_base: int
-    kv_space: MemorySpace
+    agents: Sequence[Agent]
+    ranks: Sequence[RankSite]
     handoff_layout: HandoffLayout
     handoff_base: int
     handoff_rows: HandoffRows
@@ -104,6 +107,35 @@ class Site:
         """Where peers send control messages to."""
         return f"{self.endpoint}:{self.port}"
 
+    @property
+    def shape(self) -> Ranks:
+        """Which rank holds what."""
+        return self.identity.shape()
+
+    def registration(self) -> Registration:
+        """How all ranks introduce themselves to a prefill engine."""
+        first = self.ranks[0]
+        ranks = [
+            msgspec.structs.replace(
+                fields,
+                agent_name=rank.agent_name,
+                agent_metadata=rank.agent_metadata,
+                kv_address=rank.kv_base,
+                kv_device=rank.kv_space.device,
+            )
+            for fields, rank in zip(self.identity.ranks, self.ranks, strict=bool(self.identity.ranks))
+        ]
+        return Registration(
+            endpoint=self.endpoint,
+            port=self.port,
+            agent_name=first.agent_name,
+            agent_metadata=first.agent_metadata,
+            kv_addresses=(first.kv_base,),
+            aux_addresses=self.handoff_layout.addresses(self.handoff_base),
+            gpu_id=first.kv_space.device,
+            extension=msgspec.structs.replace(self.identity, ranks=ranks),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class HingeLimits:
@@ -112,6 +144,7 @@ class HingeLimits:
     max_rooms: int = 1024
     room_timeout: float = 30.0
     transfer_timeout: float = 120.0
+    write_timeout: float = 5.0
     heartbeat_interval: float = 0.5
     heartbeat_timeout: float = 2.0
     local_prefill_tokens: int = 0

@@ -10,11 +10,7 @@ import logging
 import random
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
 
-import numpy as np
-
-from diptych import errors
 from diptych.core.batch import RowOutput, TokenLogprobs
 from diptych.core.request import TakeFrom
 from diptych.core.sequence import Sequence
@@ -22,21 +18,17 @@ from diptych.errors import DiptychError, PeerIncompatible, PeerLost, RequestErro
 from diptych.kv.cache import SequencePages
 from diptych.scheduler.ports import Begin, GaveUp, Landed, SourceNews
 from diptych.scheduler.ports import FirstToken as FirstTokenNews
+from diptych.transfer.asking import Asking
 from diptych.transfer.control import Cancel, Failed, FirstToken, HelloReply
 from diptych.transfer.extension import MAX_ROOM, ForeignFrame, PrefillRequest, RoomExtension
+from diptych.transfer.incoming import Incoming, error_of
 from diptych.transfer.landing import Landing
 from diptych.transfer.peers import Peer, PeerBook
-from diptych.transfer.ports import HingeLimits, Mover, Network, Site
+from diptych.transfer.ports import HingeLimits, Network, Site
 from diptych.transfer.rooms import RoomTable
 from diptych.transfer.stages import Stage, Stages
 from diptych.transfer.state import Event, Transfer
-from diptych.transfer.wire import (
-    Registration,
-    TransferInfo,
-    decode_notification,
-    encode_registration,
-    encode_transfer_info,
-)
+from diptych.transfer.wire import decode_notification
 
 logger = logging.getLogger(__name__)
 
@@ -50,45 +42,15 @@ QUIESCED_GRACE_S = 1.0
 FIRST_ANSWER_S = 0.25
 
 
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """One room that a peer fills for us.
-
-    info: repeated until the peer has answered, and now and then afterwards. is_joined: it has. is_quiesced: it says
-    that no more comes. kept_pages: in quarantine, once the sequence went on without them. is_told: the scheduler has
-    been given the first token.
-    """
-
-    transfer: Transfer
-    sequence: Sequence
-    peer: Peer
-    handoff_slot: int
-    generation: int
-    landing: Landing
-    info: list[bytes]
-    deadline: float
-    next_nudge: float
-    stages: Stages
-    is_joined: bool = False
-    is_quiesced: bool = False
-    kept_pages: list[int] = field(default_factory=list)
-    is_told: bool = False
-
-    @property
-    def room(self) -> int:
-        """Its number."""
-        return self.transfer.room
-
-
 class Receiver:
     """Rooms that peers fill for this engine.
 
-    Args: site: this rank. peers: shared with the sender. network, mover: the outside. rng: makes room numbers. now:
-    seconds; the hinge sets it before anything else is called.
+    Args: site: this engine. peers: shared with the sender. network: to them. rng: makes room numbers. now: seconds; the
+    hinge sets it before anything else is called.
     """
 
     def __init__(
-        self, site: Site, peers: PeerBook, *, network: Network, mover: Mover, limits: HingeLimits, rng: random.Random
+        self, site: Site, peers: PeerBook, *, network: Network, limits: HingeLimits, rng: random.Random
     ) -> None:
         self.rooms: RoomTable[Incoming] = RoomTable(limits.max_rooms, max_tombstones=4 * limits.max_rooms)
         self.failures: Counter[str] = Counter()
@@ -98,13 +60,11 @@ class Receiver:
         self.wall_clock = 0.0
         self._site = site
         self._peers = peers
-        self._network = network
-        self._mover = mover
+        self._asking = Asking(site, network)
         self._limits = limits
         self._rng = rng
         self._by_sequence: dict[Sequence, Incoming] = {}
         self._tried: weakref.WeakSet[Sequence] = weakref.WeakSet()
-        self._registered_with: set[Peer] = set()
         self._news: list[SourceNews] = []
         self._freed: list[int] = []
 
@@ -118,7 +78,7 @@ class Receiver:
         handoff = sequence.request.handoff
         if not isinstance(handoff, TakeFrom) or not self.wants(sequence):
             return Begin.HERE
-        num_cached = pages.num_leased * self._site.layout.page_size
+        num_cached = pages.num_leased * self._site.identity.layout.page_size
         num_to_compute = sequence.num_prompt_tokens - num_cached
         if handoff.room is None and num_to_compute <= self._limits.local_prefill_tokens:
             return Begin.HERE
@@ -153,68 +113,48 @@ class Receiver:
         assert isinstance(handoff, TakeFrom)
         room = self._rng.getrandbits(63) & MAX_ROOM if handoff.room is None else handoff.room
         destination = pages.pages[pages.num_leased :]
-        generation = self._rng.getrandbits(31)
-        prompt = PrefillRequest.of(sequence.request, self.wall_clock) if handoff.room is None else None
         extension = RoomExtension(
             instance_id=self._site.instance_id,
             to_instance=peer.instance_id,
-            generation=generation,
+            generation=self._rng.getrandbits(31),
             num_cached_tokens=num_cached,
-            prompt=prompt,
+            adapter=sequence.request.adapter,
+            adapter_digest=sequence.request.adapter_digest,
+            prompt=PrefillRequest.of(sequence.request, self.wall_clock) if handoff.room is None else None,
         )
         incoming = Incoming(
             transfer=Transfer(room, tuple(destination)),
             sequence=sequence,
             peer=peer,
             handoff_slot=slot,
-            generation=generation,
+            generation=extension.generation,
             # A writer sends a chunk for at least one token.
-            landing=Landing([0], max_chunks=sequence.num_prompt_tokens),
-            info=self._transfer_info(room, destination, slot, extension),
+            landing=Landing(None, max_chunks=sequence.num_prompt_tokens),
+            info=self._asking.info(room, destination, slot, extension),
             deadline=self.now + self._limits.transfer_timeout,
             next_nudge=self.now + FIRST_NUDGE_S,
             stages=Stages(self.now, queue_s=self.wall_clock - sequence.request.arrival_time),
         )
         try:
+            self._expect_streams(incoming)
             self.rooms.open(room, incoming)
         except DiptychError as error:
             self._site.handoff_slots.free(slot)
             self._news.append(GaveUp(sequence, error))
             return
         self._by_sequence[sequence] = incoming
-        if peer not in self._registered_with:
-            self._register_with(peer)
-        self._network.send(peer.address, incoming.info)
-        self._mover.expect(True)
+        self._asking.ask(peer, incoming.info)
+        self._expect_notifications(True)
 
-    def _transfer_info(self, room: int, pages: list[int], slot: int, extension: RoomExtension) -> list[bytes]:
-        return encode_transfer_info(
-            TransferInfo(
-                room=room,
-                endpoint=self._site.endpoint,
-                port=self._site.port,
-                agent_name=self._site.agent_name,
-                dst_pages=np.array(pages, dtype=np.int32),
-                aux_slot=slot,
-                num_readers=1,
-                extension=extension,
-            )
-        )
+    def _expect_streams(self, incoming: Incoming) -> None:
+        """Who must write, once the peer has said how it is made. Raises PeerIncompatible if that cannot fill us."""
+        streams = self._asking.streams_from(incoming.peer, incoming.room, incoming.group)
+        if streams is not None:
+            incoming.landing.expect(streams)
 
-    def _register_with(self, peer: Peer) -> None:
-        """Introduce ourselves; once to each instance, unless it does not answer."""
-        self._registered_with.add(peer)
-        message = Registration(
-            endpoint=self._site.endpoint,
-            port=self._site.port,
-            agent_name=self._site.agent_name,
-            agent_metadata=self._site.agent_metadata,
-            kv_addresses=(self._site.kv_base,),
-            aux_addresses=self._site.handoff_layout.addresses(self._site.handoff_base),
-            gpu_id=self._site.kv_space.device,
-            extension=self._site.identity,
-        )
-        self._network.send(peer.address, encode_registration(message))
+    def _expect_notifications(self, is_expecting: bool) -> None:
+        for agent in self._site.agents:
+            agent.expect(is_expecting)
 
     def news(self) -> list[SourceNews]:
         news, self._news = self._news, []
@@ -250,10 +190,8 @@ class Receiver:
         peer = self._peers.meet(handoff.address, handoff.instance_id, self.now)
         if handoff.room is None or not peer.is_usable:
             return
-        if peer not in self._registered_with:
-            self._register_with(peer)
         extension = RoomExtension(instance_id=self._site.instance_id, to_instance=peer.instance_id)
-        self._network.send(peer.address, self._transfer_info(handoff.room, [], 0, extension))
+        self._asking.ask(peer, self._asking.info(handoff.room, [], 0, extension))
         self._peers.send(peer, Cancel(handoff.room, extension.generation))
 
     # ------------------------------------------------------------------ what peers say
@@ -265,12 +203,26 @@ class Receiver:
         peer = self._peers.find(identity.instance_id)
         if peer is None:
             return
-        peer.identity, peer.refusal = identity, message.refusal
-        if message.refusal:
-            text = f"prefill engine {peer.address} refuses us: {message.refusal}"
+        peer.identity = identity
+        peer.refusal = message.refusal or self._asking.problem_with(peer)
+        if peer.refusal:
+            what = "refuses us" if message.refusal else "cannot be used"
+            text = f"prefill engine {peer.address} {what}: {peer.refusal}"
             self._peers.complaints.say("refusal", peer.address, text, level=logging.ERROR)
-            for incoming in self.rooms_of(peer):
-                self._fail(incoming, Event.REJECTED, PeerIncompatible(message.refusal))
+        for incoming in self.rooms_of(peer):
+            if peer.refusal:
+                event = Event.REJECTED if message.refusal else Event.ERRORED
+                self._fail(incoming, event, PeerIncompatible(peer.refusal))
+            elif not incoming.landing.is_expecting:
+                self._meet(incoming)
+
+    def _meet(self, incoming: Incoming) -> None:
+        """The peer of a room has said who it is."""
+        self._expect_streams(incoming)
+        if incoming.transfer.is_live:
+            self._asking.ask(incoming.peer, incoming.info)  # it may write now: we would notice if it died
+        if incoming.landing.is_complete:
+            self._land(incoming)
 
     def on_first_token(self, message: FirstToken) -> None:
         """The peer has sampled: the client need not wait for the KV."""
@@ -285,7 +237,7 @@ class Receiver:
         incoming = self._current(message.room, message.generation)
         if incoming is None:
             return
-        error = _error_of(message)
+        error = error_of(message)
         event = Event.ERRORED if message.has_posted else Event.REJECTED
         self._fail(incoming, event, error)
 
@@ -295,7 +247,7 @@ class Receiver:
         if incoming is not None:
             incoming.is_joined = True
             incoming.stages.reach(Stage.MET, self.now)
-            incoming.next_nudge = self.now + NUDGE_S
+            incoming.next_nudge = self.now + (NUDGE_S if incoming.landing.is_expecting else FIRST_NUDGE_S)
 
     def on_quiesced(self, room: int, generation: int) -> None:
         """Nothing more comes. Notifications of what was written may still be on their way, unless it is given up."""
@@ -309,14 +261,14 @@ class Receiver:
             incoming.transfer.on(Event.QUIESCED)
             self._settle(incoming)
 
-    def on_notified(self, name: bytes) -> None:
-        """A write has landed."""
+    def on_notified(self, name: bytes, rank: int = 0) -> None:
+        """A write has landed in the memory of one of our ranks."""
         try:
             notification = decode_notification(name)
             incoming = self.rooms.find(notification.room)
             if incoming is None:
                 return
-            incoming.landing.add(notification)
+            incoming.landing.add(notification, rank)
         except ForeignFrame as error:
             self.num_foreign_notifications += 1
             self._peers.complaints.say("notification", "", f"dropped a notification: {error}")
@@ -372,7 +324,7 @@ class Receiver:
                 incoming.transfer.on(Event.QUIESCED)
                 self._settle(incoming)
         if is_dead:
-            self._registered_with.discard(peer)
+            self._asking.forget(peer)
 
     def welcome_back(self, peer: Peer) -> None:
         """A peer that was silent is heard again: ask once more for the end of what was given up meanwhile."""
@@ -393,10 +345,11 @@ class Receiver:
         if not incoming.transfer.is_live:
             self._send_cancel(incoming)
             return
-        incoming.next_nudge = self.now + (NUDGE_S if incoming.is_joined else FIRST_NUDGE_S)
-        if not incoming.is_joined:
-            self._register_with(incoming.peer)
-        self._network.send(incoming.peer.address, incoming.info)
+        has_met = incoming.is_joined and incoming.landing.is_expecting
+        incoming.next_nudge = self.now + (NUDGE_S if has_met else FIRST_NUDGE_S)
+        if not has_met:
+            self._asking.register_with(incoming.peer)
+        self._asking.ask(incoming.peer, incoming.info)
 
     def _fail(self, incoming: Incoming, event: Event, error: DiptychError) -> None:
         """Give up a room. The sequence goes on without it at once; its pages may have to wait."""
@@ -439,7 +392,7 @@ class Receiver:
         self._freed += incoming.kept_pages
         incoming.kept_pages = []
         if not len(self.rooms):
-            self._mover.expect(False)
+            self._expect_notifications(False)
 
     def _send_cancel(self, incoming: Incoming) -> None:
         incoming.next_nudge = self.now + FIRST_NUDGE_S
@@ -452,14 +405,3 @@ class Receiver:
     def _current(self, room: int, generation: int) -> Incoming | None:
         incoming = self.rooms.find(room)
         return incoming if incoming is not None and incoming.generation == generation else None
-
-
-def _error_of(message: Failed) -> DiptychError:
-    """The peer's error as one of ours; an unknown kind is a TransferError."""
-    kinds = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type)}
-    cls = kinds.get(message.kind)
-    if cls is None or not issubclass(cls, DiptychError):
-        cls = TransferError
-    if issubclass(cls, RequestError):
-        return cls(message.message, message.param)
-    return cls(message.message)

@@ -6,19 +6,16 @@ Engine thread; knows no sockets and no tensors.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
 
 import msgspec
-import numpy as np
 
 from diptych.core.batch import RowOutput
 from diptych.core.request import HandTo, Request
 from diptych.core.sequence import Sequence
 from diptych.errors import (
     DiptychError,
-    PeerIncompatible,
     PeerLost,
     TransferError,
     TransferExpired,
@@ -27,19 +24,19 @@ from diptych.errors import (
 from diptych.kv.cache import SequencePages
 from diptych.scheduler.ports import Dropped, Sent, SinkNews
 from diptych.transfer.agent import PeerAdded, PeerRefused, WriteDone, WriteFailed
-from diptych.transfer.backend import HOST, MemorySpace
-from diptych.transfer.control import ControlMessage, Failed, FirstToken, HelloReply, Joined, Quiesced
-from diptych.transfer.destination import Destination, destination_of
-from diptych.transfer.extension import PeerExtension, RoomExtension
-from diptych.transfer.handoff import Handoff, handoff_descriptors
-from diptych.transfer.outgoing import Outgoing, Reader, Registered
-from diptych.transfer.peers import Peer, PeerBook, PeerState
-from diptych.transfer.plan import Descriptors, plan
-from diptych.transfer.ports import HingeLimits, Mover, Site
+from diptych.transfer.control import ControlMessage, Failed, FirstToken, Joined, Quiesced
+from diptych.transfer.destination import adapter_problem
+from diptych.transfer.extension import RoomExtension
+from diptych.transfer.handoff import Handoff
+from diptych.transfer.outgoing import Outgoing, Reader
+from diptych.transfer.peers import Peer, PeerBook
+from diptych.transfer.ports import HingeLimits, Site
+from diptych.transfer.posting import Posted, Poster
+from diptych.transfer.registrations import Registered, Registrations
 from diptych.transfer.rooms import RoomTable
 from diptych.transfer.stages import Stage, Stages
 from diptych.transfer.state import Event, Transfer
-from diptych.transfer.wire import AuxLanded, ChunkLanded, Registration, TransferInfo, encode_notification
+from diptych.transfer.wire import Registration, TransferInfo
 
 logger = logging.getLogger(__name__)
 
@@ -47,72 +44,57 @@ logger = logging.getLogger(__name__)
 class Sender:
     """Rooms that this engine fills.
 
-    Args: site: this rank. peers: shared with the receiver. mover: moves the bytes. limits: bounds and times.
-    now: seconds; the hinge sets it before anything else is called.
+    Args: site: this engine; its agents move the bytes. peers: shared with the receiver. limits: bounds and times.
     """
 
-    def __init__(self, site: Site, peers: PeerBook, *, mover: Mover, limits: HingeLimits) -> None:
+    def __init__(self, site: Site, peers: PeerBook, *, limits: HingeLimits) -> None:
         self.rooms: RoomTable[Outgoing] = RoomTable(limits.max_rooms, max_tombstones=4 * limits.max_rooms)
         self.failures: Counter[str] = Counter()
         self.num_done = 0
-        self.now = 0.0
         self._site = site
+        self._shape = site.shape
         self._peers = peers
-        self._mover = mover
         self._limits = limits
-        self._registered: dict[str, Registered] = {}
-        self._write_ids = itertools.count(1)
-        self._room_of_write: dict[int, Outgoing] = {}
+        self._registrations = Registrations(site, peers)
+        self._poster = Poster(site, limits)
         self._news: list[SinkNews] = []
         self._requests: list[Request] = []
 
     # ------------------------------------------------------------------ what peers say
 
     @property
+    def now(self) -> float:
+        """Seconds; the hinge sets it before anything else is called."""
+        return self._poster.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self._poster.now = now
+
+    @property
     def is_idle(self) -> bool:
         """Whether no room is open."""
         return not len(self.rooms)
 
-    def register(self, message: Registration, now: float) -> None:
-        """A decode rank introduces itself: meet it, or refuse it with both values named."""
-        extension = message.extension
-        peer = None
-        if isinstance(extension, PeerExtension):
-            peer = self._peers.meet(f"{message.endpoint}:{message.port}", extension.instance_id, now)
-            if peer.state is PeerState.GONE:
-                return
-            peer.identity = extension
-            self._peers.heard(peer, now)
-        try:
-            destination = destination_of(
-                message, self._site.identity, layout=self._site.layout, handoff=self._site.handoff_layout
-            )
-        except PeerIncompatible as error:
-            address = f"{message.endpoint}:{message.port}"
-            text = f"decode rank {address} is refused: {error}"
-            self._peers.complaints.say("refused", address, text, level=logging.ERROR)
-            self._reply(peer, str(error))
-            return
-        if message.agent_name not in self._registered:  # ours repeat themselves until they are answered
-            self._registered[message.agent_name] = Registered(message.agent_name, destination, peer)
-            self._mover.add_peer(message.agent_name, message.agent_metadata)
-        self._reply(peer, "")
+    def register(self, message: Registration, now: float, *, rank: int = 0) -> None:
+        """Somebody introduces himself to a rank of ours: meet him, or refuse him with both values named."""
+        self._registrations.register(message, now, rank=rank)
 
-    def _reply(self, peer: Peer | None, refusal: str) -> None:
-        if peer is not None:
-            self._peers.send(peer, HelloReply(self._site.identity, refusal))
-
-    def join(self, info: TransferInfo, now: float) -> None:
-        """A decode rank names a room: open it, or meet the prompt that waits there."""
-        registered = self._registered.get(info.agent_name)
+    def join(self, info: TransferInfo, now: float, *, rank: int = 0) -> None:
+        """Somebody names a room to a rank of ours: open it, or meet the prompt that waits there."""
+        registered = self._registrations.find(info.agent_name, rank)
         if registered is None:
             # We may have restarted. Ours repeats registration and transfer info until it hears from us.
             text = f"room {info.room}: {info.agent_name} asks without having registered"
             self._peers.complaints.say("unregistered", f"{info.endpoint}:{info.port}", text)
             return
-        if isinstance(info.extension, RoomExtension) and info.extension.to_instance not in ("", self._site.instance_id):
-            self._reply(registered.peer, "")  # it was meant for whoever was here before us
+        extension = info.extension if isinstance(info.extension, RoomExtension) else None
+        if extension is not None and extension.to_instance not in ("", self._site.instance_id):
+            self._registrations.greet(registered.peer)  # it was meant for whoever was here before us
             return
+        if extension is not None and extension.knows_you and not registered.may_write:
+            registered.may_write = True
+            self._advance_rooms_of([registered])
         if self.rooms.is_dead(info.room):
             self._answer(registered, Quiesced(info.room, _generation(info)))
             return
@@ -124,16 +106,24 @@ class Sender:
             self._answer(registered, _failed(info.room, _generation(info), error, has_posted=False))
             return
         self._answer(registered, Joined(info.room, _generation(info)))
-        if info.agent_name in outgoing.readers:
-            return
-        extension = info.extension if isinstance(info.extension, RoomExtension) else None
-        outgoing.num_readers = info.num_readers
-        cached = registered.destination.num_cached_tokens(info)
-        outgoing.readers[info.agent_name] = Reader(registered, info, cached, has_all=info.is_dummy)
-        if extension is not None:
-            outgoing.generation = extension.generation
-            if extension.prompt is not None:
-                self._order(outgoing, extension, now)
+        if (registered.rank, info.agent_name) not in outgoing.readers:
+            self._add_reader(outgoing, registered, info, now)
+
+    def _add_reader(self, outgoing: Outgoing, registered: Registered, info: TransferInfo, now: float) -> None:
+        destination = registered.destination
+        cached = destination.num_cached_tokens(info)
+        outgoing.readers[registered.rank, info.agent_name] = Reader(registered, info, cached, has_all=info.is_dummy)
+        if destination.is_base and not outgoing.missing:
+            # Its ranks share ours among themselves, and each tells every rank of ours what it wants of it.
+            addressed = {member % self._shape.tp_size for member in self._shape.members(outgoing.group)}
+            outgoing.missing = dict.fromkeys(addressed, info.num_readers)
+        if destination.is_base and destination.tp_rank in outgoing.missing:
+            here = sum(r.registered.destination.tp_rank == destination.tp_rank for r in outgoing.readers.values())
+            outgoing.missing[destination.tp_rank] = info.num_readers - here
+        if isinstance(info.extension, RoomExtension):
+            outgoing.generation = info.extension.generation
+            if info.extension.prompt is not None:
+                self._order(outgoing, info.extension, now)
         self._give_time(outgoing, now)
         self._advance(outgoing)
 
@@ -142,7 +132,8 @@ class Sender:
             self._peers.send(registered.peer, message)
 
     def _new_room(self, room: int, now: float) -> Outgoing:
-        return Outgoing(Transfer(room), now + self._limits.room_timeout, Stages(now))
+        group = self._shape.group_of(room)
+        return Outgoing(Transfer(room), now + self._limits.room_timeout, Stages(now), group=group)
 
     def _order(self, outgoing: Outgoing, extension: RoomExtension, now: float) -> None:
         """Decode drives: the prompt came along, and becomes a request of this engine."""
@@ -178,7 +169,7 @@ class Sender:
         assert isinstance(request.handoff, HandTo)
         room = request.handoff.room
         outgoing = self.rooms.find(room)
-        if outgoing is None or outgoing.request_id is not None:
+        if outgoing is None or outgoing.request_id is not None or not outgoing.transfer.is_live:
             outgoing = self.rooms.open(room, self._new_room(room, now))
         outgoing.request_id = request.request_id
         self._give_time(outgoing, now)
@@ -200,9 +191,7 @@ class Sender:
         for outgoing in self.rooms_of(peer):
             self._give_up(outgoing, Event.PEER_LOST, PeerLost(f"decode engine {peer.address} is lost"))
         if is_dead:
-            for name in [n for n, registered in self._registered.items() if registered.peer is peer]:
-                del self._registered[name]
-                self._mover.remove_peer(name)
+            self._registrations.forget(peer)
 
     # ------------------------------------------------------------------ PageSink
 
@@ -273,7 +262,9 @@ class Sender:
         for reader in outgoing.readers.values():
             if not reader.registered.is_ready or (reader.has_all and not reader.info.is_dummy):
                 continue
-            problem = reader.registered.destination.problem(reader.info, sequence.num_prompt_tokens)
+            destination = reader.registered.destination
+            problem = adapter_problem(reader.info, sequence.request)
+            problem = problem or destination.problem(reader.info, sequence.num_prompt_tokens, src_group=outgoing.group)
             if problem is not None:
                 self._give_up(outgoing, Event.ERRORED, TransferRejected(problem))
                 return
@@ -296,127 +287,44 @@ class Sender:
         """Post the next chunk for one destination; what completes the prompt waits for the first token."""
         if reader.info.is_dummy:
             return
-        template = reader.registered.destination.template
+        streams = reader.registered.destination.streams_of(reader.info, outgoing.group)
         is_last = outgoing.handoff is not None
         if is_last:
             upto = sequence.num_prompt_tokens
         else:
             confirmed = min(sequence.num_confirmed_tokens, sequence.num_prompt_tokens - 1)
-            upto = template.floor(confirmed)
+            upto = streams[0].template.floor(confirmed)  # all ranks of an engine have pages of one size
         if upto > reader.num_sent_tokens:
-            self._post_chunk(outgoing, reader, pages, range(reader.num_sent_tokens, upto), is_last=is_last)
+            tokens = range(reader.num_sent_tokens, upto)
+            self._poster.post_chunk(outgoing, reader, pages, tokens, is_last=is_last)
         if is_last:
-            self._post_handoff(outgoing, reader)
+            self._poster.post_handoff(outgoing, reader)
             reader.has_all = True
 
-    def _post_chunk(
-        self, outgoing: Outgoing, reader: Reader, pages: SequencePages, tokens: range, *, is_last: bool
-    ) -> None:
-        destination = reader.registered.destination
-        descriptors = plan(
-            destination.template,
-            np.array(pages.pages, dtype=np.int64),
-            dst_pages=reader.info.dst_pages.astype(np.int64),
-            src_base=self._site.kv_base,
-            dst_bases=destination.kv_addresses,
-            tokens=tokens,
-            dst_first_token=destination.num_cached_tokens(reader.info),
-        )
-        name = ChunkLanded(outgoing.transfer.room, reader.next_chunk, is_last, self._writer(destination))
-        reader.num_sent_tokens = tokens.stop
-        reader.next_chunk += 1
-        self._post(
-            outgoing,
-            reader,
-            descriptors,
-            notification=encode_notification(name),
-            source=self._site.kv_space,
-            destination=destination.kv_space,
-        )
-
-    def _post_handoff(self, outgoing: Outgoing, reader: Reader) -> None:
-        destination = reader.registered.destination
-        assert outgoing.handoff_slot is not None
-        descriptors = handoff_descriptors(
-            self._site.handoff_layout,
-            self._site.handoff_base,
-            src_slot=outgoing.handoff_slot,
-            dst_addresses=destination.aux_addresses,
-            dst_row_nbytes=destination.aux_row_nbytes,
-            dst_slot=reader.info.aux_slot,
-        )
-        name = AuxLanded(outgoing.transfer.room, self._writer(destination))
-        self._post(outgoing, reader, descriptors, notification=encode_notification(name))
-
-    def _writer(self, destination: Destination) -> int | None:
-        return None if destination.is_base else self._site.identity.rank
-
-    def _post(
-        self,
-        outgoing: Outgoing,
-        reader: Reader,
-        descriptors: Descriptors,
-        *,
-        notification: bytes,
-        source: MemorySpace = HOST,
-        destination: MemorySpace = HOST,
-    ) -> None:
-        write_id = next(self._write_ids)
-        outgoing.stages.reach(Stage.FIRST_WRITE, self.now)
-        outgoing.write_ids.add(write_id)
-        self._room_of_write[write_id] = outgoing
-        if outgoing.transfer.expects(Event.STARTED):
-            outgoing.transfer.on(Event.STARTED)
-        self._mover.write(
-            write_id,
-            reader.registered.agent_name,
-            descriptors=descriptors,
-            notification=notification,
-            source=source,
-            destination=destination,
-        )
-
-    def on_event(self, event: PeerAdded | PeerRefused | WriteDone | WriteFailed) -> None:
-        """What the mover says."""
+    def on_event(self, event: PeerAdded | PeerRefused | WriteDone | WriteFailed, rank: int = 0) -> None:
+        """What the agent of one of our ranks says."""
         match event:
             case PeerAdded(key=key):
-                self._meet(key)
+                self._advance_rooms_of(self._registrations.met(key, rank))
             case PeerRefused(key=key, error=error):
-                self._part(key, error)
+                for registered in self._registrations.refused(key, error, rank=rank):
+                    for outgoing in self._reading(registered):
+                        self._give_up(outgoing, Event.ERRORED, error)
             case WriteDone(write_id=write_id):
-                stages = self._room_of_write[write_id].stages
-                stages.add_write(event.nbytes, event.num_descriptors, event.seconds)
-                self._end_write(write_id, None)
+                outgoing = self._poster.end(write_id)
+                outgoing.stages.add_write(event.nbytes, event.num_descriptors, event.seconds)
+                self._settle(outgoing)
             case WriteFailed(write_id=write_id, error=error):
-                self._end_write(write_id, error)
+                self._give_up(self._poster.end(write_id), Event.ERRORED, error)
 
-    def _meet(self, agent_name: str) -> None:
-        registered = self._registered.get(agent_name)
-        if registered is not None:
-            registered.is_ready = True
-            for _, outgoing in self.rooms:
-                if agent_name in outgoing.readers:
+    def _advance_rooms_of(self, readers: list[Registered]) -> None:
+        for registered in readers:
+            if registered.is_ready:
+                for outgoing in self._reading(registered):
                     self._advance(outgoing)
 
-    def _part(self, agent_name: str, error: TransferError) -> None:
-        registered = self._registered.pop(agent_name, None)
-        if registered is None:
-            return
-        # No refusal of the peer for good: it registers anew for its next room, and what was in the way may have passed.
-        address = "" if registered.peer is None else registered.peer.address
-        text = f"decode agent {agent_name} cannot be met: {error}"
-        self._peers.complaints.say("unmet", address, text, level=logging.ERROR)
-        for _, outgoing in self.rooms:
-            if agent_name in outgoing.readers:
-                self._give_up(outgoing, Event.ERRORED, error)
-
-    def _end_write(self, write_id: int, error: TransferError | None) -> None:
-        outgoing = self._room_of_write.pop(write_id)
-        outgoing.write_ids.remove(write_id)
-        if error is not None:
-            self._give_up(outgoing, Event.ERRORED, error)
-        else:
-            self._settle(outgoing)
+    def _reading(self, registered: Registered) -> list[Outgoing]:
+        return [o for _, o in self.rooms if (registered.rank, registered.agent_name) in o.readers]
 
     # ------------------------------------------------------------------ ends
 
@@ -428,6 +336,26 @@ class Sender:
                 if outgoing.request_id is None:
                     what = "no prompt came for it"
                 self._give_up(outgoing, Event.EXPIRED, TransferExpired(f"room {room}: {what}"))
+        for posted in self._poster.overdue():
+            self._abandon(posted)
+
+    def _abandon(self, posted: Posted) -> None:
+        """A write does not end: its room fails, and stays open until it does, or until the process is dead.
+
+        Nobody waits for that here. Our pages may be used again: whatever a late write carries, the peer keeps the pages
+        it goes to until we say that nothing lands any more.
+        """
+        outgoing, write = posted.outgoing, posted.write
+        error = TransferError(
+            f"room {outgoing.transfer.room}: a write of {write.descriptors.total_nbytes} bytes in"
+            f" {len(write.descriptors)} pieces from rank {posted.rank} to {write.peer} has not ended within"
+            f" {posted.limit_s:.1f} s (write_timeout); is the peer's agent alive?"
+        )
+        logger.error("%s", error, extra={"request_id": outgoing.request_id})
+        self._give_up(outgoing, Event.ERRORED, error)
+        if outgoing.is_sending and outgoing.sequence is not None:
+            self._news.append(Sent(outgoing.sequence, outgoing.error))
+        outgoing.is_sending, outgoing.request_id = False, None
 
     def _give_up(self, outgoing: Outgoing, event: Event, error: DiptychError | None) -> None:
         """End a room; it closes when no write is in flight. Whoever speaks our extension learns both."""

@@ -1,4 +1,4 @@
-"""The control network over ZMQ: one PULL that everybody pushes to, one PUSH for each address that we write to.
+"""The control network over ZMQ: a PULL a rank that everybody pushes to, one PUSH for each address that we write to.
 
 Without a cluster key sockets stay on loopback addresses. With one they speak CURVE: all engines share a key pair
 derived from it, so whoever lacks it can neither connect nor read. Engine thread; never imports torch.
@@ -45,29 +45,23 @@ MAX_NBYTES_A_TURN = MAX_EXTENSION_NBYTES
 
 class ZmqNetwork:
     """The real `Network`. Args: host, port: where to listen; port 0 takes a free one. cluster_key: see above.
+    num_ranks: each has a port of its own, which tells whom a base peer speaks to; those after the first take free ones.
 
     Raises ConfigError if the address cannot be had, or is not a loopback one and there is no cluster key.
     """
 
-    def __init__(self, host: str, port: int, *, cluster_key: str | None) -> None:
+    def __init__(self, host: str, port: int, *, cluster_key: str | None, num_ranks: int = 1) -> None:
         if cluster_key is None and not is_loopback(host):
             raise ConfigError(
                 f"peer_host is {host}, which others can reach: set cluster_key, or use a loopback address"
             )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._keys = None if cluster_key is None else _key_pair(cluster_key)
+        self._keys = None if cluster_key is None else curve_keys(cluster_key)
         self._outboxes: dict[str, Outbox] = {}  # least recently used first
         self._numbers = itertools.count()
         self._is_uncertain = False
-        self.inbox = self._socket(zmq.PULL)
-        if self._keys is not None:
-            self.inbox.curve_server = True
-        try:
-            self.inbox.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError(f"cannot listen for peers on {host}:{port}: {error}; choose another peer_port") from error
-        self.port = int(self.inbox.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self.inboxes: list[zmq.Socket[bytes]] = []
+        self.ports = [self._listen(host, port if rank == 0 else 0) for rank in range(num_ranks)]
 
     def send(self, address: str, frames: list[bytes]) -> None:
         try:
@@ -80,15 +74,21 @@ class ZmqNetwork:
             # Addresses are what peers say of themselves, and so may be anything.
             logger.debug("dropped a message to %r: %s", address, error)
 
-    def receive(self) -> list[list[bytes]]:
-        messages: list[list[bytes]] = []
+    @property
+    def port(self) -> int:
+        """Where engines of ours write to."""
+        return self.ports[0]
+
+    def receive(self) -> list[tuple[int, list[bytes]]]:
+        messages: list[tuple[int, list[bytes]]] = []
         nbytes = 0
-        while len(messages) < MAX_MESSAGES_A_TURN and nbytes < MAX_NBYTES_A_TURN:
-            message = self._receive_one()
-            if message is None:
-                break
-            messages.append(message)
-            nbytes += sum(len(frame) for frame in message)
+        for rank, inbox in enumerate(self.inboxes):
+            while len(messages) < MAX_MESSAGES_A_TURN and nbytes < MAX_NBYTES_A_TURN:
+                message = _receive_one(inbox)
+                if message is None:
+                    break
+                messages.append((rank, message))
+                nbytes += sum(len(frame) for frame in message)
         return messages
 
     def is_refused(self, address: str) -> bool:
@@ -124,20 +124,21 @@ class ZmqNetwork:
         for outbox in self._outboxes.values():
             outbox.close(linger=200)
         self._outboxes.clear()
-        self.inbox.close(linger=0)
+        for inbox in self.inboxes:
+            inbox.close(linger=0)
         self._context.term()
 
-    def _receive_one(self) -> list[bytes] | None:
-        """One message, cut off after as many frames as any of ours has (the rest is read and thrown away)."""
+    def _listen(self, host: str, port: int) -> int:
+        inbox = self._socket(zmq.PULL)
+        self.inboxes.append(inbox)
+        if self._keys is not None:
+            inbox.curve_server = True
         try:
-            frames = [self.inbox.recv(zmq.NOBLOCK)]
-        except zmq.Again:
-            return None
-        while self.inbox.getsockopt(zmq.RCVMORE):
-            frame = self.inbox.recv()
-            if len(frames) <= MAX_FRAMES:
-                frames.append(frame)
-        return frames
+            inbox.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"cannot listen for peers on {host}:{port}: {error}; choose another peer_port") from error
+        return int(inbox.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def _connect(self, address: str) -> Outbox:
         """Raises ConfigError or ZMQError for an address to which nothing can or may be sent."""
@@ -188,6 +189,19 @@ class ZmqNetwork:
         if self._keys is not None:
             created.curve_publickey, created.curve_secretkey = self._keys
         return created
+
+
+def _receive_one(inbox: zmq.Socket[bytes]) -> list[bytes] | None:
+    """One message, cut off after as many frames as any of ours has (the rest is read and thrown away)."""
+    try:
+        frames = [inbox.recv(zmq.NOBLOCK)]
+    except zmq.Again:
+        return None
+    while inbox.getsockopt(zmq.RCVMORE):
+        frame = inbox.recv()
+        if len(frames) <= MAX_FRAMES:
+            frames.append(frame)
+    return frames
 
 
 class Outbox:
@@ -260,7 +274,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _key_pair(cluster_key: str) -> tuple[bytes, bytes]:
+def curve_keys(cluster_key: str) -> tuple[bytes, bytes]:
     """CURVE key pair (public, secret) of a cluster: the secret is a slow hash of its key."""
     secret = z85.encode(hashlib.scrypt(cluster_key.encode(), salt=b"diptych cluster key", n=2**14, r=8, p=1, dklen=32))
     return zmq.curve_public(secret), secret

@@ -31,9 +31,11 @@ from numpy.typing import NDArray
 from diptych.errors import DiptychError, InvariantError
 from diptych.transfer.extension import (
     MAX_ADDRESS,
+    MAX_METADATA_NBYTES,
     MAX_ROOM,
     PROTOCOL_VERSION,
     ForeignFrame,
+    LayoutFields,
     OtherVersion,
     PeerExtension,
     RoomExtension,
@@ -46,7 +48,6 @@ NO_ROOM = b"None"
 
 MAX_FRAMES = 16
 MAX_TEXT_NBYTES = 256
-MAX_METADATA_NBYTES = 4 * 1024 * 1024
 MAX_REGIONS = 4096
 MAX_PAGES = 1024 * 1024
 MAX_WRITERS = 4096
@@ -196,7 +197,7 @@ def _registration(frames: Sequence[bytes]) -> Registration:
         raise ForeignFrame("size", f"agent metadata of {len(frames[5])} bytes is over {MAX_METADATA_NBYTES}")
     extension = _extension(frames, _NUM_REGISTRATION_FRAMES, _PEER)
     if isinstance(extension, PeerExtension):
-        _check_layout(extension)
+        _check_layouts(extension)
     return Registration(
         endpoint=_text(frames[2], "endpoint", _HOST),
         port=_number(frames[3], "port", 2**16 - 1, lowest=1),
@@ -234,15 +235,22 @@ def _extension(
     return None
 
 
-def _check_layout(extension: PeerExtension) -> None:
+def _check_layouts(extension: PeerExtension) -> None:
     try:
-        layout = extension.layout.layout()
+        extension.shape()
     except DiptychError as error:
         raise ForeignFrame("extension", f"a peer's layout is none: {error}") from None
-    # Products of bounded fields: so that an address computed from them cannot leave int64.
-    span = layout.page_nbytes * extension.layout.num_pages
-    if extension.layout.stride != layout.page_nbytes or span > MAX_ADDRESS:
-        raise ForeignFrame("extension", f"a peer's pages of {layout.page_nbytes} bytes do not fit {extension.layout}")
+    _check_span(extension.layout)
+    for rank in extension.ranks:
+        _check_span(rank.layout)
+
+
+def _check_span(fields: LayoutFields) -> None:
+    """Products of bounded fields: so that an address computed from them cannot leave int64."""
+    layout = fields.layout()
+    span = layout.page_nbytes * fields.num_pages
+    if fields.stride != layout.page_nbytes or span > MAX_ADDRESS:
+        raise ForeignFrame("extension", f"a peer's pages of {layout.page_nbytes} bytes do not fit {fields}")
 
 
 def _decimal(number: int) -> bytes:

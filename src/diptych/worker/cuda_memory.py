@@ -16,7 +16,8 @@ RESERVED_NBYTES = 1 << 30
 def largest_step_nbytes(model: Transformer, layout: KVLayout, *, num_tokens: int, num_rows: int) -> int:
     """Bytes that a step of `num_tokens` tokens, `num_rows` of them sampled, takes beyond weights and KV pool."""
     device = model.embed_tokens.weight.device
-    if layout.itemsize != 2:  # plain torch, whose attention depends on lengths: no trial step would tell
+    if layout.itemsize != 2 or model.layer_blocks is None:
+        # Plain torch, whose attention depends on lengths, and experts on tokens: no trial step would tell.
         return RESERVED_NBYTES
     # Imported here: the fallback for a GPU needs no Triton.
     from diptych.models.cuda_transformer import CudaStep, CudaTransformer

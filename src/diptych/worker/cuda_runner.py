@@ -242,13 +242,15 @@ class CudaRunner:
 def create_cuda_runner(
     model: Transformer, attention: AttentionBackend, rows: Rows, capture: Callable[[int, int], None] | None
 ) -> CudaRunner | None:
-    """A runner for a model on a CUDA device; None if `attention` is not the one that it needs.
+    """A runner for a model on a CUDA device; None if `attention` or the model's layers are not those that it needs.
 
     Args: capture: told how far the decode graphs are, done and all; None captures none.
     """
-    if not isinstance(attention, FlashInferAttention):
+    if not isinstance(attention, FlashInferAttention) or model.layer_blocks is None:
         return None
     pool = attention.pool
+    if model.config.experts is not None and pool.tensor.dtype != torch.bfloat16:
+        return None  # only the grouped GEMM leaves the host out of the choice of experts
     last_tokens = torch.zeros(len(rows.slots.pages), dtype=torch.int64, device=pool.tensor.device)
     transformer = CudaTransformer(model, pool, last_tokens)
     runner = CudaRunner(transformer, attention, rows=rows, last_tokens=last_tokens, vocab_size=model.config.vocab_size)

@@ -41,8 +41,11 @@ class Rows:
             self.slots.append_pages(step)
 
     def live(self, steps: list[SequenceStep]) -> list[SequenceStep]:
-        """The rows whose sequences have not ended, as far as is known."""
-        return [step for step in steps if not self.is_over(step.slot)]
+        """The rows whose sequences have not ended, as far as is known; those of each adapter are adjacent."""
+        rows = [step for step in steps if not self.is_over(step.slot)]
+        if self.slots.has_adapters:
+            rows.sort(key=lambda step: self.slots.occupant(step.slot).adapter_slot)
+        return rows
 
     def is_over(self, slot: int) -> bool:
         """Whether nothing more is computed for a slot's sequence."""

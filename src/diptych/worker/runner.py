@@ -6,12 +6,14 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 
 from diptych.attention.backend import AttentionBackend
 from diptych.core.batch import Batch, RowOutput, SequenceStep, StepOutput, TokenLogprobs
 from diptych.models.transformer import Transformer
 from diptych.sampling.logprobs import prompt_logprobs
+from diptych.worker.adapters import AdapterStore
 from diptych.worker.inputs import build_inputs
 from diptych.worker.rows import Rows
 from diptych.worker.slots import SlotTable
@@ -81,14 +83,27 @@ class StepModel(Protocol):
 class TorchStepModel:
     """A `StepModel` of torch modules, on any device."""
 
-    def __init__(self, model: Transformer, attention: AttentionBackend, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        attention: AttentionBackend,
+        device: torch.device,
+        *,
+        adapters: AdapterStore | None = None,
+    ) -> None:
         self._model = model
+        self._adapters = adapters
         self._attention = attention
         self._device = device
 
-    def hidden(self, steps: list[SequenceStep], slots: SlotTable) -> tuple[torch.Tensor, torch.Tensor]:
+    def hidden(
+        self, steps: list[SequenceStep], slots: SlotTable, *, wants_all: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StepModel`; wants_all: of all tokens in any case."""
         inputs = build_inputs(steps, slots, self._device)
-        if any(slots.occupant(step.slot).sampling.prompt_logprobs is not None for step in steps):
+        if self._adapters is not None:
+            self._adapters.begin_step(steps, slots)
+        if wants_all or any(slots.occupant(step.slot).sampling.prompt_logprobs is not None for step in steps):
             return self._model(inputs, self._attention), inputs.logit_rows
         hidden = self._model.forward_logit_rows(inputs, self._attention)
         return hidden, torch.arange(hidden.shape[0], device=hidden.device)
@@ -127,7 +142,7 @@ class ModelRunner:
         for step in steps:
             end += step.num_tokens
             row = next(sampled) if step.samples else RowOutput([])
-            rows.append(self._with_prompt_logprobs(row, step, hidden, end))
+            rows.append(self.with_prompt_logprobs(row, step, hidden, end))
         return rows
 
     def _sample(self, steps: list[SequenceStep], hidden: torch.Tensor) -> list[RowOutput]:
@@ -148,7 +163,7 @@ class ModelRunner:
             )
         ]
 
-    def _with_prompt_logprobs(self, row: RowOutput, step: SequenceStep, hidden: torch.Tensor, end: int) -> RowOutput:
+    def with_prompt_logprobs(self, row: RowOutput, step: SequenceStep, hidden: torch.Tensor, end: int) -> RowOutput:
         """Add the logprobs of the prompt tokens that this chunk predicts, if they were asked for."""
         slots = self._rows.slots
         occupant = slots.occupant(step.slot)
@@ -163,4 +178,4 @@ class ModelRunner:
             row_of_start = end - step.num_tokens - step.start - 1
             logits = self._model.logits(hidden[row_of_start + position : row_of_start + stop])
             found += prompt_logprobs(logits, slots.token_ids[step.slot, position:stop].tolist(), sampling)
-        return RowOutput(row.token_ids, row.logprobs, found, row.error)
+        return msgspec.structs.replace(row, prompt_logprobs=found)

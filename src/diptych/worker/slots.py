@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diptych.core.batch import Admission, SequenceStep
+from diptych.core.batch import NO_ADAPTER, Admission, SequenceStep
 from diptych.core.request import SamplingParams
 
 
 @dataclass(slots=True)
 class Occupant:
-    """One admitted sequence. stop_token_ids: those that end it, EOS included; has_ended: one of them was sampled."""
+    """One admitted sequence. stop_token_ids: those that end it, EOS included; has_ended: one of them was sampled.
+    adapter_slot: as in Admission.
+    """
 
     sampling: SamplingParams
     num_prompt_tokens: int
@@ -24,6 +26,7 @@ class Occupant:
     max_num_tokens: int
     stop_token_ids: frozenset[int]
     has_ended: bool = False
+    adapter_slot: int = NO_ADAPTER
 
 
 class SlotTable:
@@ -39,6 +42,7 @@ class SlotTable:
         self.num_tokens = np.zeros(num_slots, dtype=np.int64)
         self.pages = np.zeros((num_slots, -(-max_model_len // page_size)), dtype=np.int32)
         self._occupants: list[Occupant | None] = [None] * num_slots
+        self._num_adapted = 0
 
     def admit(self, admission: Admission) -> None:
         """Bind a sequence to its slot."""
@@ -51,11 +55,19 @@ class SlotTable:
             num_pages=0,
             max_num_tokens=admission.num_prompt_tokens + admission.max_tokens,
             stop_token_ids=frozenset(admission.eos_token_ids) | frozenset(admission.sampling.stop_token_ids),
+            adapter_slot=admission.adapter_slot,
         )
+        self._num_adapted += admission.adapter_slot != NO_ADAPTER
 
     def release(self, slot: int) -> None:
         """Free a slot for the next admission."""
+        self._num_adapted -= self.occupant(slot).adapter_slot != NO_ADAPTER
         self._occupants[slot] = None
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether any sequence is under an adapter."""
+        return self._num_adapted > 0
 
     def occupant(self, slot: int) -> Occupant:
         """The sequence in an occupied slot."""
@@ -70,6 +82,11 @@ class SlotTable:
             end = occupant.num_pages + len(step.new_pages)
             self.pages[step.slot, occupant.num_pages : end] = step.new_pages
             occupant.num_pages = end
+
+    def write_drafts(self, slot: int, token_ids: list[int]) -> None:
+        """Put guesses behind the known tokens, as inputs of this step alone."""
+        num_tokens = int(self.num_tokens[slot])
+        self.token_ids[slot, num_tokens : num_tokens + len(token_ids)] = token_ids
 
     def append_token(self, slot: int, token_id: int) -> None:
         """Remember a sampled token; it is the next step's input, unless it ends the sequence."""

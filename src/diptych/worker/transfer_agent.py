@@ -28,8 +28,7 @@ from diptych.transfer.agent import (
     TransferEvent,
     WriteFailed,
 )
-from diptych.transfer.backend import HOST, MemoryRegion, MemorySpace, TransferBackend
-from diptych.transfer.plan import Descriptors
+from diptych.transfer.backend import MemoryRegion, TransferBackend, Write
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +75,9 @@ class _RemovePeer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Write:
+class _Post:
     write_id: int
-    peer: str
-    descriptors: Descriptors
-    notification: bytes
-    source: MemorySpace
-    destination: MemorySpace
+    write: Write
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,7 @@ class _Close:
     pass
 
 
-_Command = _AddPeer | _Refuse | _RemovePeer | _Write | _Notify | _Expect | _Close
+_Command = _AddPeer | _Refuse | _RemovePeer | _Post | _Notify | _Expect | _Close
 
 
 class TransferAgent:
@@ -145,18 +140,9 @@ class TransferAgent:
         """Forget a peer; `WriteFailed` for each of its unfinished writes, then `PeerRemoved` follow."""
         self._commands.put(_RemovePeer(peer))
 
-    def write(
-        self,
-        write_id: int,
-        peer: str,
-        *,
-        descriptors: Descriptors,
-        notification: bytes,
-        source: MemorySpace = HOST,
-        destination: MemorySpace = HOST,
-    ) -> None:
+    def write(self, write_id: int, write: Write) -> None:
         """Copy bytes to a peer and notify it; `WriteDone` or `WriteFailed` with this id follows, exactly one."""
-        self._commands.put(_Write(write_id, peer, descriptors, notification, source, destination))
+        self._commands.put(_Post(write_id, write))
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a notification alone; only a failure is reported."""
@@ -266,8 +252,8 @@ class _Loop:
         self._agent.give_up(error)
         while not self._commands.empty():
             match self._commands.get():
-                case _Write() as write:
-                    self._on_event(WriteFailed(write.write_id, write.peer, error))
+                case _Post(write_id=write_id, write=write):
+                    self._on_event(WriteFailed(write_id, write.peer, error))
                 case _AddPeer(key=key) | _Refuse(key=key):
                     self._on_event(PeerRefused(key, error))
                 case _Notify(peer=peer, message=message):
@@ -283,15 +269,8 @@ class _Loop:
     def _act(self, command: _Command) -> None:
         self._busy_until = time.monotonic() + BUSY_FOR_S
         match command:
-            case _Write() as write:
-                self._agent.write(
-                    write.write_id,
-                    write.peer,
-                    descriptors=write.descriptors,
-                    notification=write.notification,
-                    source=write.source,
-                    destination=write.destination,
-                )
+            case _Post(write_id=write_id, write=write):
+                self._agent.write(write_id, write)
             case _AddPeer(key=key, metadata=metadata, lanes=lanes):
                 self._agent.add_peer(key, metadata, lanes)
             case _Refuse(key=key, error=error):

@@ -8,6 +8,7 @@ import pytest
 
 from diptych.cli.flags import EngineFlags, parse_engine_flags
 from diptych.config import EngineConfig
+from diptych.config_tree import config_from_tree
 from diptych.errors import ConfigError
 
 
@@ -116,3 +117,11 @@ def test_a_wrong_file_is_named_with_its_key(config_file, text, message):
         parse("--config", config_file(text))
     assert message in str(raised.value)
     assert "config.yaml" in str(raised.value)
+
+
+def test_parallel_sizes_have_the_names_that_users_know():
+    config = parse("--tp", "2", "--pipeline-parallel-size=3", "--ep_size", "2")
+    assert (config.parallel.tp_size, config.parallel.pp_size, config.parallel.ep_size) == (2, 3, 2)
+    assert config_from_tree({"tensor_parallel_size": 2, "parallel": {"pp": 4}}, "LLM").parallel.world_size == 8
+    with pytest.raises(ConfigError, match="LLM: tp_size is given twice"):
+        config_from_tree({"tensor_parallel_size": 2, "tp-size": 2}, "LLM")

@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from diptych.cli import pd
 from diptych.cli.flags import flag_names
-from diptych.config import EngineConfig, ModelConfig, ServerConfig
+from diptych.config import EngineConfig, ModelConfig, ParallelConfig, ServerConfig
 from diptych.errors import ConfigError
 from diptych.router.config import Role
 
@@ -40,6 +40,8 @@ def test_flags_beside_those_of_an_engine():
         "--prefill",
         "--decode",
         "--policy",
+        "--prefill-tp",
+        "--decode-tp",
     ]
 
 
@@ -50,6 +52,8 @@ def test_flags_beside_those_of_an_engine():
         (["--decode", "-1"], "--decode must be at least 1, got -1"),
         (["--role", "decode"], "--role is chosen for each engine"),
         (["--peer-port", "5"], "--peer-port is chosen for each engine"),
+        (["--nnodes", "2"], "`diptych pd` runs on one machine, but nnodes is 2"),
+        (["--load-format", "dummy", "--decode-tp", "2"], "role decode with 2 ranks is not served yet"),
         (["--prefil", "1"], "did you mean --prefill?"),
         (["no/such/model"], "model path no/such/model does not exist"),
     ],
@@ -82,6 +86,17 @@ def test_given_threads_are_kept(monkeypatch):
     for given, expected in ((3, 3), (None, 1)):
         config = EngineConfig(model=ModelConfig(num_threads=given))
         assert pd.engine_configs(config, num_prefill=1, num_decode=1)[0][2].model.num_threads == expected
+
+
+def test_prefill_and_decode_may_have_unlike_sizes(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(10)))
+    engines = pd.engine_configs(EngineConfig(), num_prefill=1, num_decode=2, decode_tp=2)
+    assert [engine.parallel.tp_size for _, _, engine in engines] == [1, 2, 2]
+    assert {engine.model.num_threads for _, _, engine in engines} == {2}
+    both = pd.engine_configs(
+        EngineConfig(parallel=ParallelConfig(tp_size=4, pp_size=2)), num_prefill=1, num_decode=1, prefill_tp=1
+    )
+    assert [engine.parallel.world_size for _, _, engine in both] == [2, 8]
 
 
 # -- processes

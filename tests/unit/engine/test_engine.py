@@ -82,8 +82,8 @@ class Harness:
             self.channel.socket.poll(20)
         raise AssertionError(f"no {count} x {kind.__name__} in {self.messages}")
 
-    def wait_for_end(self, request_id: str) -> tuple[list[int], FinishReason]:
-        deadline = time.monotonic() + 10
+    def wait_for_end(self, request_id: str, timeout_s: float = 10.0) -> tuple[list[int], FinishReason]:
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.messages += self.channel.receive_all()
             outputs = [

@@ -207,12 +207,36 @@ def test_flush_waits_for_open_sequences() -> None:
     assert (cache.num_free, cache.num_cached) == (10, 0)
 
 
-def test_usage_does_not_count_what_can_be_evicted() -> None:
+def test_what_is_outdated_is_not_found_nor_what_open_sequences_publish_later() -> None:
     cache = make()
-    pages = opened(cache, [1, 2, 3, 4])
-    assert cache.usage() == pytest.approx(0.2)
-    cache.close(pages, [1, 2, 3, 4], 4)
-    assert cache.usage() == 0.0
+    cache.close(opened(cache, [1, 2, 3, 4]), [1, 2, 3, 4], 4)
+    pages = opened(cache, [1, 2, 3, 4, 5, 6])
+    assert pages.num_leased == 2
+    cache.outdate()
+    cache.check()
+    assert cache.match_length([1, 2, 3, 4, 5], "") == 0
+    cache.commit(pages, [1, 2, 3, 4, 5, 6], 6)
+    fresh = opened(cache, [1, 2, 3, 4, 5, 6])
+    assert fresh.num_leased == 0
+    cache.close(pages, [1, 2, 3, 4, 5, 6], 6)
+    cache.check()
+    cache.close(fresh, [1, 2, 3, 4, 5, 6], 6)
+    assert cache.match_length([1, 2, 3, 4, 5, 6, 7], "") == 6
+    cache.outdate()
+    cache.check()
+    assert (cache.num_cached, cache.num_free) == (0, 10)
+
+
+def test_outdated_pages_of_open_sequences_are_evicted_in_their_turn() -> None:
+    cache = make()
+    pages = opened(cache, [1, 2, 3, 4, 5])
+    cache.commit(pages, [1, 2, 3, 4, 5], 4)
+    cache.outdate()
+    cache.close(pages, [1, 2, 3, 4, 5], 4)
+    assert cache.num_cached == 2
+    whole = cache.open(list(range(20)), "", num_tokens=20)
+    assert whole is not None and cache.num_cached == 0
+    cache.check()
 
 
 @pytest.mark.parametrize("attribute", ["pages", "duplicates", "num_leased"])

@@ -79,3 +79,16 @@ def test_senseless_pools_are_refused(num_pages: int, dtype: torch.dtype) -> None
 def test_page_bookkeeping_leaves_torch_unimported() -> None:
     code = "import sys, diptych.kv.cache, diptych.kv.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_latent_pool_keeps_one_row_a_token() -> None:
+    layout = KVLayout.single_rank(2, 1, head_dim=6, page_size=3, dtype="float32", is_latent=True)
+    pool = KVPool(layout, 4, CPU, torch.float32)
+    row = torch.randn(2, 1, 6)
+    pool.write(1, row, row[..., :4], torch.tensor([7, 3]))
+    keys, values = pool.layer(1)
+    assert torch.equal(keys[2, 1], row[0])
+    assert torch.equal(keys[1, 0], row[1])
+    assert values.data_ptr() == keys.data_ptr()
+    assert pool.tensor[:, 0].any().item() is False
+    assert pool.nbytes == 4 * 2 * 3 * 6 * 4

@@ -88,6 +88,13 @@ def test_foreign_rope_factors_are_refused(tiny_gguf: Callable[..., Path]) -> Non
         read(tiny_gguf("llama", extra={"rope_freqs.weight": factors}))
 
 
+def test_mixtures_of_dense_families_are_refused(tiny_gguf: Callable[..., Path]) -> None:
+    """Mixtral is called llama."""
+    with pytest.raises(ConfigError, match="a mixture of 8 experts, which is supported of Qwen3-MoE alone"):
+        read(tiny_gguf("llama", edit=lambda writer: writer.add_expert_count(8)))
+    assert read(tiny_gguf("llama", edit=lambda writer: writer.add_expert_count(0))).experts is None
+
+
 def test_linear_and_yarn_scaling(tiny_gguf: Callable[..., Path]) -> None:
     def linear(writer: gguf.GGUFWriter) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)

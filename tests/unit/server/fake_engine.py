@@ -20,6 +20,8 @@ from diptych.core.batch import FinishReason, TokenLogprobs
 from diptych.core.channel import Channel, open_socket
 from diptych.core.messages import (
     AbortRequests,
+    AdapterInfo,
+    AddAdapter,
     AddRequest,
     Drain,
     EngineInfo,
@@ -31,6 +33,7 @@ from diptych.core.messages import (
     Loading,
     PeerFacts,
     Ready,
+    RemoveAdapter,
     Reply,
     RequestFailed,
     RequestOutput,
@@ -94,6 +97,7 @@ class FakeEngine:
         self.transfer: TransferLoad | None = None
         self.requests: list[Request] = []
         self.aborted: list[str] = []
+        self.adapters: dict[str, AdapterInfo] = {}
         self.flushes = 0
         self.drained = False
         self.open: dict[str, tuple[Request, list[int], int]] = {}
@@ -157,6 +161,18 @@ class FakeEngine:
                 self._channel.send(Reply(call_id, True, "", self.load()))
             case Drain(timeout_s):
                 self._drain_at = time.monotonic() + timeout_s
+            case AddAdapter(call_id, name, path, pinned):
+                self.adapters[name] = AdapterInfo(name, path, f"digest of {path}", 8, pinned)
+                self._reply_adapters(call_id)
+            case RemoveAdapter(call_id, name):
+                self.adapters.pop(name, None)
+                self._reply_adapters(call_id)
+            case _:
+                self._channel.send(Reply(message.call_id, False, "no such thing here", error_kind="Unsupported"))
+
+    def _reply_adapters(self, call_id: int) -> None:
+        value = msgspec.msgpack.encode(list(self.adapters.values()))
+        self._channel.send(Reply(call_id, True, value=value))
 
     def load(self) -> EngineLoad:
         return EngineLoad(

@@ -19,8 +19,8 @@ from diptych.core.batch import FinishReason
 from diptych.core.channel import open_socket
 from diptych.core.messages import RequestOutput
 from diptych.core.request import Request, SamplingParams
-from diptych.errors import ConfigError, DiptychError, Overloaded, PromptTooLong, RequestError, Unavailable
-from diptych.server.client import EngineClient, error_of_kind, merge_outputs
+from diptych.errors import ConfigError, Overloaded, PromptTooLong, RequestError, Unavailable
+from diptych.server.client import EngineClient, merge_outputs
 from diptych.server.process import EngineProcess
 
 
@@ -135,12 +135,6 @@ async def test_refusals_have_their_class(pair, kind):
     engine.failure = (kind.__name__, "no", None)
     with pytest.raises(kind, match="no"):
         await collect(client, make_request("a"))
-
-
-def test_error_of_kind_keeps_the_field_and_knows_the_unknown():
-    error = error_of_kind("PromptTooLong", "long", "prompt")
-    assert isinstance(error, PromptTooLong) and error.param == "prompt"
-    assert type(error_of_kind("Martian", "x")) is DiptychError
 
 
 async def test_abort_ends_with_a_reason(pair):

@@ -162,7 +162,7 @@ async def test_what_the_router_adds_is_ignored(world):
         ({"text": "a", "return_logprob": True, "token_ids_logprob": [10**6]}, "token_ids_logprob"),
         ({"text": "a", "return_logprob": True, "token_ids_logprob": ["x"]}, "token_ids_logprob"),
         ({"text": "a", "priority": 2**50}, "priority"),
-        ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "lora_path": 3}, "lora_path"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -297,7 +297,7 @@ async def test_structured_output_dialects(world, body, kind, text):
         ({"logprobs": 1000}, "logprobs"),
         ({"best_of": 4}, "best_of"),
         ({"suffix": "s"}, "suffix"),
-        ({"lora_path": "a"}, "lora_path"),
+        ({"lora_path": 3}, "lora_path"),
         ({"stream": "perhaps"}, "stream"),
         ({"stream_options": {"include_usage": "perhaps"}}, "stream_options.include_usage"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),

@@ -6,7 +6,7 @@ import numpy as np
 
 from diptych.errors import PeerLost
 from diptych.transfer.agent import Notified, PeerAdded, StepwiseAgent, TransferEvent, WriteDone, WriteFailed
-from diptych.transfer.backend import MemoryRegion
+from diptych.transfer.backend import MemoryRegion, Write
 from diptych.transfer.loopback import Faults, LoopbackBackend, LoopbackNetwork
 from diptych.transfer.plan import Descriptors
 
@@ -24,7 +24,7 @@ def test_events_come_when_virtual_time_has_passed():
     writer.add_peer("key", destination.metadata())
     columns = (memory.ctypes.data, memory.ctypes.data + 8, 8)
     descriptors = Descriptors(*(np.array([value]) for value in columns))
-    writer.write(5, "destination", descriptors=descriptors, notification=b"n")
+    writer.write(5, Write(peer="destination", descriptors=descriptors, notification=b"n"))
     writer.poll()
     assert told == [PeerAdded("key", "destination")] and writer.num_unfinished == 1
     network.advance(3.0)
@@ -38,9 +38,8 @@ def test_giving_up_reports_each_write_once():
     network = LoopbackNetwork()
     told: list[TransferEvent] = []
     writer = StepwiseAgent(LoopbackBackend(network, "source"), on_event=told.append)
-    writer.write(
-        1, "nobody", descriptors=Descriptors(*(np.zeros(0, dtype=np.int64) for _ in range(3))), notification=b""
-    )
+    nothing = Descriptors(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+    writer.write(1, Write(peer="nobody", descriptors=nothing, notification=b""))
     writer.give_up(PeerLost("over"))
     writer.poll()
     assert [event.write_id for event in told if isinstance(event, WriteFailed)] == [1]

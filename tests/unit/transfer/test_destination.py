@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from diptych.errors import PeerIncompatible
 from diptych.kv.layout import KVLayout
 from diptych.transfer.backend import MemoryKind, MemorySpace
-from diptych.transfer.destination import Destination, destination_of
+from diptych.transfer.destination import Destination, Stream, destination_of
 from diptych.transfer.extension import LayoutFields, OtherVersion, PeerExtension, RoomExtension
 from diptych.transfer.handoff import HandoffLayout
 from diptych.transfer.plan import PageOrder, plan
@@ -47,7 +47,14 @@ BASE = replace(PEER, extension=None, kv_addresses=tuple(range(6)))
 
 
 def destination(registration: Registration = PEER) -> Destination:
-    return destination_of(registration, OURS, layout=LAYOUT, handoff=HANDOFF)
+    return destination_of(registration, OURS, handoff=HANDOFF)
+
+
+def only(found: Destination) -> Stream:
+    """Where a single rank writes to a single one."""
+    (stream,) = found.streams[0, 0]
+    assert (stream.rank, stream.agent) == (0, "a") and found.pairs == {(0, "a")}
+    return stream
 
 
 def asked(pages: list[int], *, instance_id: str = "decode", cached: int = 0, is_base: bool = False) -> TransferInfo:
@@ -67,14 +74,16 @@ def asked(pages: list[int], *, instance_id: str = "decode", cached: int = 0, is_
 def test_our_peer_says_what_it_is() -> None:
     found = destination()
     assert (found.is_base, found.num_pages, found.instance_id) == (False, 50, "decode")
-    assert found.template.dst == THEIRS.layout.layout() and found.template.dst_order is PageOrder.PAGE_MAJOR
+    template = only(found).template
+    assert template.dst == THEIRS.layout.layout() and template.dst_order is PageOrder.PAGE_MAJOR
     assert found.aux_row_nbytes == (64, 64, 64, 80, 80, 64)
 
 
 def test_a_base_peer_is_taken_to_be_like_us() -> None:
     found = destination(BASE)
     assert (found.is_base, found.num_pages) == (True, None)
-    assert found.template.dst == LAYOUT and found.template.dst_order is PageOrder.LAYER_MAJOR
+    template = only(found).template
+    assert template.dst == LAYOUT and template.dst_order is PageOrder.LAYER_MAJOR
     assert found.aux_row_nbytes == HANDOFF.row_nbytes == (64, 64, 64, 128, 128, 64)
 
 
@@ -132,16 +141,16 @@ def test_what_passes_can_be_planned(num_tokens: int, cached: int, pages: list[in
     if target.problem(info, num_tokens) is not None:
         return
     found = plan(
-        target.template,
+        only(target).template,
         np.arange(-(-num_tokens // LAYOUT.page_size)),
         dst_pages=info.dst_pages.astype(np.int64),
         src_base=0,
-        dst_bases=target.kv_addresses,
+        dst_bases=only(target).kv_addresses,
         tokens=range(cached, num_tokens),
         dst_first_token=target.num_cached_tokens(info),
     )
     assert found.total_nbytes >= (num_tokens - cached) * LAYOUT.token_nbytes
-    assert int((found.dst + found.nbytes).max()) <= 4096 + 50 * target.template.dst_stride
+    assert int((found.dst + found.nbytes).max()) <= 4096 + 50 * only(target).template.dst_stride
 
 
 @pytest.mark.parametrize(
@@ -161,4 +170,4 @@ def test_a_pool_is_where_the_peer_says_and_a_base_peers_where_ours_is(
     named = replace(PEER, gpu_id=3, extension=msgspec.structs.replace(THEIRS, kv_memory=theirs or "dram"))
     us = msgspec.structs.replace(OURS, kv_memory=ours)
     registration = base if theirs is None else named
-    assert destination_of(registration, us, layout=LAYOUT, handoff=HANDOFF).kv_space == found
+    assert only(destination_of(registration, us, handoff=HANDOFF)).kv_space == found

@@ -6,21 +6,23 @@ import msgspec
 import pytest
 
 from diptych.core.request import Request, SamplingParams
-from diptych.errors import ConfigError
+from diptych.errors import ConfigError, PeerIncompatible
 from diptych.kv.layout import KVLayout
-from diptych.transfer.extension import LayoutFields, PeerExtension, PrefillRequest, mismatches
+from diptych.transfer.extension import LayoutFields, PeerExtension, PrefillRequest, RankFields, mismatches
+from diptych.transfer.plan import shards
+from diptych.transfer.ranks import Ranks
 
 LAYOUT = KVLayout(layers=range(4, 8), kv_heads=range(2, 4), head_dim=64, page_size=16, dtype="bfloat16")
+SHARDS = shards(KVLayout.single_rank(8, 4, head_dim=64, page_size=16, dtype="bfloat16"), tp_size=2, pp_size=2)
 PEER = PeerExtension(
     instance_id="i",
     layout=LayoutFields.of(LAYOUT, 100),
     model_layers=8,
     model_kv_heads=4,
     model_fingerprint="qwen@1",
-    tp_rank=1,
     tp_size=2,
-    pp_rank=1,
     pp_size=2,
+    ranks=[RankFields(layout=LayoutFields.of(part, 100), lifeline=f"h:{rank}") for rank, part in enumerate(SHARDS)],
     adapter_fingerprints={"a": "1", "b": "2"},
 )
 
@@ -32,8 +34,15 @@ def test_a_layout_survives() -> None:
         msgspec.structs.replace(PEER.layout, dtype="int3").layout()
 
 
-def test_rank() -> None:
-    assert PEER.rank == 3
+def test_its_ranks_are_in_order_and_each_has_a_lifeline() -> None:
+    assert PEER.shape() == Ranks(tuple(SHARDS), 2, 1) and PEER.shape().layouts[3] == LAYOUT
+    assert PEER.lifelines == ["h:0", "h:1", "h:2", "h:3"]
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 4}, {"pp_size": 1}, {"tp_size": 1, "pp_size": 4, "dp_size": 2}])
+def test_an_engine_of_another_size_than_its_ranks_is_none(sizes: dict[str, int]) -> None:
+    with pytest.raises(PeerIncompatible):
+        msgspec.structs.replace(PEER, **sizes).shape()
 
 
 def test_a_request_survives_and_its_deadline_is_relative() -> None:
@@ -85,8 +94,7 @@ def test_sharding_page_size_and_free_adapters_may_differ() -> None:
         layout=layout,
         tp_size=1,
         pp_size=1,
-        tp_rank=0,
-        pp_rank=0,
+        ranks=[],
         adapter_fingerprints={"z": "9"},
     )
     assert mismatches(PEER, theirs) == []

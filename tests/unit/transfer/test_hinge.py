@@ -20,7 +20,7 @@ LOST_S = LIMITS.heartbeat_timeout + 0.1
 
 def asking_hinge(notes: Notes) -> tuple[Hinge, Sequence]:
     """It has asked a prefill engine that it has never met."""
-    hinge = Hinge(site("decode"), notes, mover=notes, limits=LIMITS, rng=random.Random(1))
+    hinge = Hinge(site("decode", notes), notes, limits=LIMITS, rng=random.Random(1))
     handoff = TakeFrom("127.0.0.1:7", "prefill", None)
     request = Request(request_id="r", prompt_token_ids=[1, 2, 3], sampling=SamplingParams(), handoff=handoff)
     asking = Sequence(request, [1, 2, 3], 8)
@@ -41,12 +41,11 @@ def test_pages_of_a_silent_peer_come_back_only_if_it_cannot_have_heard(is_unreac
     assert hinge.is_idle is is_unreachable
 
 
-def test_who_has_answered_once_has_heard(monkeypatch) -> None:
+def test_who_has_answered_once_has_heard() -> None:
     notes = Notes(is_unreachable=True)
     hinge, asking = asking_hinge(notes)
-    monkeypatch.setattr(notes, "receive", lambda: [encode_control(Heartbeat(sequence=1, seen=1), "prefill")])
+    notes.inbox.append((0, encode_control(Heartbeat(sequence=1, seen=1), "prefill")))
     hinge.tick(0.5, 0.5)
-    monkeypatch.undo()
     hinge.tick(0.5 + LOST_S, 0.5 + LOST_S)
     hinge.receiver.keep(asking, [3])
     assert hinge.receiver.freed_pages() == [] and ("withdraw", "127.0.0.1:7") not in notes.commands

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.errors import PeerIncompatible, PeerLost, TransferError
-from diptych.transfer.backend import MemoryRegion
+from diptych.transfer.backend import MemoryRegion, Write
 from diptych.transfer.loopback import Faults, LoopbackBackend, LoopbackNetwork
 from diptych.transfer.plan import Descriptors
 
@@ -26,7 +26,8 @@ class Agent(LoopbackBackend):
     def send(self, peer: Agent, notification: bytes, *, start: int = 0, count: int = SIZE) -> int:
         self.add_peer(peer.metadata())
         columns = (self.bytes.ctypes.data + start, peer.bytes.ctypes.data + start, count)
-        return self.write(peer.name, Descriptors(*(np.array([value]) for value in columns)), notification)
+        descriptors = Descriptors(*(np.array([value]) for value in columns))
+        return self.write(Write(peer=peer.name, descriptors=descriptors, notification=notification))
 
 
 def pair(**faults: float) -> tuple[LoopbackNetwork, Agent, Agent]:
@@ -58,11 +59,9 @@ def test_a_failing_write_lands_by_half_and_notifies_nobody():
     _, source, destination = pair(fail_write=1.0)
     source.add_peer(destination.metadata())
     offsets = np.arange(4) * 16
-    source.write(
-        "destination",
-        Descriptors(source.bytes.ctypes.data + offsets, destination.bytes.ctypes.data + offsets, np.full(4, 16)),
-        b"n",
-    )
+    addresses = (source.bytes.ctypes.data + offsets, destination.bytes.ctypes.data + offsets)
+    descriptors = Descriptors(*addresses, np.full(4, 16))
+    source.write(Write(peer="destination", descriptors=descriptors, notification=b"n"))
     (result,) = source.poll()
     assert isinstance(result.error, TransferError)
     assert destination.bytes.sum() == 2 * 16 * 7 and destination.notifications() == []

@@ -55,17 +55,17 @@ class Memory:
     def bases(self) -> list[int]:
         if self.order is PageOrder.PAGE_MAJOR:
             return [self.base]
-        region = self.content.nbytes // (2 * self.layout.num_layers)
-        return [self.base + index * region for index in range(2 * self.layout.num_layers)]
+        num_regions = len(self.layout.parts) * self.layout.num_layers
+        return [self.base + index * self.content.nbytes // num_regions for index in range(num_regions)]
 
     def tokens(self, array: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """The bytes of `array` for these pages, by token: [tokens, layers, K or V, heads, head bytes]."""
-        layers, _, size, heads, _ = self.layout.page_shape
+        layers, parts, size, heads, _ = self.layout.page_shape
         if self.order is PageOrder.PAGE_MAJOR:
-            by_page = array.reshape(POOL_PAGES, layers, 2, size, heads, -1)[pages]
+            by_page = array.reshape(POOL_PAGES, layers, parts, size, heads, -1)[pages]
         else:
-            by_page = array.reshape(2, layers, POOL_PAGES, size, heads, -1)[:, :, pages].transpose(2, 1, 0, 3, 4, 5)
-        return by_page.transpose(0, 3, 1, 2, 4, 5).reshape(len(pages) * size, layers, 2, heads, -1)
+            by_page = array.reshape(parts, layers, POOL_PAGES, size, heads, -1)[:, :, pages].transpose(2, 1, 0, 3, 4, 5)
+        return by_page.transpose(0, 3, 1, 2, 4, 5).reshape(len(pages) * size, layers, parts, heads, -1)
 
     def fill(self, truth: np.ndarray, pages: np.ndarray) -> None:
         """Store the tokens of `truth` in these pages."""
@@ -118,6 +118,25 @@ def test_every_pair_of_shardings(src_tp: int, src_pp: int, dst_tp: int, dst_pp: 
             src = sources[writer]
             copy(plan(template, src_pages, dst_pages=dst_pages, src_base=src.base, dst_bases=dst.bases), src, dst)
         check_written(dst, dst_pages, truth, first=0, computed=10, end=12)
+
+
+@pytest.mark.parametrize("src_tp,src_pp,dst_tp,dst_pp", GRID)
+def test_latent_rows_are_written_once(src_tp: int, src_pp: int, dst_tp: int, dst_pp: int) -> None:
+    """Every rank of a tensor group holds the same rows: each destination rank is written by one rank of each stage."""
+    full = KVLayout.single_rank(6, 1, head_dim=9, page_size=4, dtype="bfloat16", is_latent=True)
+    truth = np.random.default_rng(0).integers(0, 1 << 16, (11, 6, 1, 1, 9), dtype=np.uint16)
+    src_pages, dst_pages = pages_for(11, 4, seed=1), pages_for(11, 4, seed=2)
+    sources = [Memory(layout) for layout in shards(full, tp_size=src_tp, pp_size=src_pp)]
+    for source in sources:
+        source.fill(truth, src_pages)
+    for order in PageOrder:
+        for rank, layout in enumerate(shards(full, tp_size=dst_tp, pp_size=dst_pp)):
+            dst = Memory(layout, order)
+            for writer in writers(layout, rank, [source.layout for source in sources]):
+                src = sources[writer]
+                template = page_template(src.layout, layout, dst_order=order)
+                copy(plan(template, src_pages, dst_pages=dst_pages, src_base=src.base, dst_bases=dst.bases), src, dst)
+            check_written(dst, dst_pages, truth, first=0, computed=11, end=12)
 
 
 @pytest.mark.parametrize("src_tp,src_pp,dst_tp,dst_pp", GRID)
@@ -274,7 +293,7 @@ def test_windows_outside_the_pages_are_bugs(changed: dict[str, object], message:
 def test_shards_that_cannot_be_dealt_are_refused() -> None:
     with pytest.raises(ConfigError, match="4 KV heads cannot be dealt to tp_size 3"):
         shards(full_layout(), tp_size=3, pp_size=1)
-    with pytest.raises(ConfigError, match="6 layers cannot be dealt to pp_size 7"):
+    with pytest.raises(ConfigError, match="6 layers are too few for 7 stages"):
         shards(full_layout(), tp_size=1, pp_size=7)
 
 

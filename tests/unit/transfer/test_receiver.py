@@ -34,7 +34,7 @@ def book(notes) -> PeerBook:
 
 @pytest.fixture
 def receiver(notes, book) -> Receiver:
-    return Receiver(site("decode"), book, network=notes, mover=notes, limits=LIMITS, rng=random.Random(1))
+    return Receiver(site("decode", notes), book, network=notes, limits=LIMITS, rng=random.Random(1))
 
 
 def sequence(room: int | None = None) -> Sequence:
@@ -48,6 +48,7 @@ def begin(receiver: Receiver, asking: Sequence) -> Begin:
 
 
 def land(receiver: Receiver, room: int) -> None:
+    receiver.on_hello_reply(HelloReply(identity("prefill")), 0.0)
     receiver.on_notified(encode_notification(ChunkLanded(room, 0, True, 0)))
     receiver.on_notified(encode_notification(AuxLanded(room, 0)))
 
@@ -84,6 +85,8 @@ def test_who_does_not_answer_is_asked_again(receiver, notes) -> None:
     receiver.now = FIRST_NUDGE_S + 0.1
     receiver.expire()
     assert [type(message) for _, message in notes.sent] == [Registration, TransferInfo] * 2
+    receiver.on_hello_reply(HelloReply(identity("prefill")), 0.0)
+    assert notes.sent.pop()[1].extension.knows_you
     receiver.on_joined(11, notes.told(TransferInfo)[0].extension.generation)
     receiver.now += FIRST_NUDGE_S + 0.1
     receiver.expire()
@@ -143,7 +146,7 @@ def test_who_has_not_answered_fills_one_room(receiver, book) -> None:
 @pytest.mark.parametrize("local", [True, False])
 def test_nobody_waits_long_for_a_first_answer(notes, book, local: bool) -> None:
     limits = HingeLimits(max_rooms=9, allow_local_prefill=local)
-    receiver = Receiver(site("decode"), book, network=notes, mover=notes, limits=limits, rng=random.Random(1))
+    receiver = Receiver(site("decode", notes), book, network=notes, limits=limits, rng=random.Random(1))
     begin(receiver, sequence(room=11))
     receiver.now = FIRST_ANSWER_S
     assert begin(receiver, sequence(room=12)) is (Begin.HERE if local else Begin.LATER)

@@ -34,7 +34,7 @@ def book(notes) -> PeerBook:
 
 @pytest.fixture
 def sender(notes, book) -> Sender:
-    return Sender(site("prefill"), book, mover=notes, limits=LIMITS)
+    return Sender(site("prefill", notes), book, limits=LIMITS)
 
 
 def registration(layout: KVLayout = LAYOUT, metadata: bytes = b"metadata") -> Registration:

@@ -39,8 +39,8 @@ def wait_for(network: ZmqNetwork, count: int, timeout_s: float = WAIT_S) -> list
     messages: list[list[bytes]] = []
     deadline = time.monotonic() + timeout_s
     while len(messages) < count and time.monotonic() < deadline:
-        network.inbox.poll(20)
-        messages += network.receive()
+        network.inboxes[0].poll(20)
+        messages += [frames for _, frames in network.receive()]
     return messages
 
 
@@ -133,13 +133,13 @@ def test_a_flood_is_taken_in_by_turns(network) -> None:
     deadline = time.monotonic() + WAIT_S
     while len(messages) < 1000 and time.monotonic() < deadline:
         sizes.append(len(got := there.receive()))
-        messages += got
+        messages += [frames for _, frames in got]
     assert max(sizes) <= sockets.MAX_MESSAGES_A_TURN
     assert messages == [[b"%d" % number] for number in range(1000)]
 
 
 def wait_until_readable(network: ZmqNetwork) -> None:
-    assert network.inbox.poll(WAIT_S * 1000)
+    assert network.inboxes[0].poll(WAIT_S * 1000)
     time.sleep(0.2)
 
 
@@ -147,7 +147,7 @@ def test_large_messages_end_a_turn(network) -> None:
     here, there = network(), network()
     for _ in range(4):
         here.send(address(there), [bytes(sockets.MAX_NBYTES_A_TURN // 2)])
-    assert there.inbox.poll(WAIT_S * 1000)
+    assert there.inboxes[0].poll(WAIT_S * 1000)
     time.sleep(0.5)
     assert len(there.receive()) <= 2
     assert len(wait_for(there, 2)) == 2

@@ -25,7 +25,7 @@ from diptych.transfer.agent import (
     WriteDone,
     WriteFailed,
 )
-from diptych.transfer.backend import MemoryRegion, TransferBackend
+from diptych.transfer.backend import MemoryRegion, TransferBackend, Write
 from diptych.transfer.loopback import Faults, LoopbackBackend, LoopbackNetwork
 from diptych.transfer.plan import Descriptors
 from diptych.worker.transfer_agent import Probe, TransferAgent
@@ -51,7 +51,8 @@ class Host:
     def write(self, write_id: int, to: Host, nbytes: int = SIZE, peer: str | None = None) -> None:
         columns = (self.bytes.ctypes.data, to.bytes.ctypes.data, nbytes)
         descriptors = Descriptors(*(np.array([value]) for value in columns))
-        self.agent.write(write_id, peer or to.ready.name, descriptors=descriptors, notification=b"%d" % write_id)
+        write = Write(peer=peer or to.ready.name, descriptors=descriptors, notification=b"%d" % write_id)
+        self.agent.write(write_id, write)
 
 
 @pytest.fixture

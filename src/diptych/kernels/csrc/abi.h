@@ -15,6 +15,7 @@ enum class Epilogue : int32_t {
   kGatedGelu = 2,     // gelu_tanh(gate) * up of interleaved halves, rounded where torch would round
   kGatedSilu = 3,     // the same with silu
   kArgmax = 4,        // + bias, rounded to bfloat16, and only the largest output kept: for linear_argmax alone
+  kBlocks = 5,        // rounded; blocks of 16 outputs are `block_step` columns apart
 };
 
 // Quantised formats of GGUF files, by ggml's numbers.
@@ -43,7 +44,8 @@ struct GgufPart {
 // Weights of one linear layer in the packed order of linear.h. out_features is a multiple of 16 and in_features of 32,
 // padded with zeros; `num_outputs` is how many columns are stored (half of out_features when gated). With `scales`, one an
 // output, the weights are int8 in the order of weights.h. With `parts` these are the weights, one after the other; when gated
-// there are two, gate and up, and outputs count as if their blocks took turns.
+// there are two, gate and up, and outputs count as if their blocks took turns. With `addend`, bfloat16 [rows, out_features] in
+// packed order, its rows are added to the sums before anything else happens to them.
 struct PackedLinear {
   const void* weight;
   const float* bias;
@@ -54,6 +56,36 @@ struct PackedLinear {
   Epilogue epilogue;
   const GgufPart* parts;
   int64_t num_parts;
+  const void* addend;
+  int64_t addend_stride;
+  int64_t block_step;
+};
+
+// What one adapter adds to one projection: up(down(x)), for an input of `down` and outputs from packed column `column` on.
+// down: epilogue kBfloat16, with the adapter's scale as its `scales`. up: epilogue kBlocks. No weights: adds nothing.
+struct LowRank {
+  PackedLinear down;
+  PackedLinear up;
+  int64_t column;
+};
+
+// All adapters' parts of one linear layer: [slots][num_parts].
+struct AdaptedLinear {
+  const LowRank* parts;
+  int64_t num_parts;
+};
+
+// Adjacent rows of a step under one adapter: the slot that holds it, or -1 for none.
+struct AdapterSegment {
+  int64_t begin;
+  int64_t count;
+  int64_t slot;
+};
+
+// All rows of a step, in order.
+struct AdapterStep {
+  const AdapterSegment* segments;
+  int64_t num_segments;
 };
 
 // One norm's constants. A float32 weight multiplies before the result is rounded to the dtype, others after.
@@ -129,9 +161,24 @@ struct DecoderLayer {
   const NormWeights* post_mlp_norm;
 };
 
-// A layer in its place: its attention, and which of the step's rotations it uses.
+// What adapters add to a layer's GEMMs.
+struct AdaptedLayer {
+  const AdaptedLinear* query_key_value;
+  const AdaptedLinear* attention_output;
+  const AdaptedLinear* gate_up;
+  const AdaptedLinear* down;
+};
+
+// A layer in its place: its attention, which of the step's rotations it uses, and what adapters add (null: there are none).
 struct StackedLayer {
   const DecoderLayer* layer;
   const AttentionLayer* attention;
   int64_t rotation;
+  const AdaptedLayer* adapted;
+};
+
+// A step's rows under adapters: before attention, and after it (fewer where only some tokens are wanted).
+struct AdapterRows {
+  AdapterStep before;
+  AdapterStep after;
 };

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "norm.h"
 
 namespace diptych {
@@ -14,6 +15,8 @@ struct LayerCall {
   const AttentionLayer& attention;
   const AttentionStep& step;
   const Rotation& rotation;
+  const AdaptedLayer* adapted;
+  const AdapterRows* adapters;  // null: no row has one
 };
 
 struct Rows {
@@ -63,8 +66,10 @@ void attend_normed(const LayerCall& call, const LayerBuffers& buffers, const Lin
   const AttentionLayer& shape = call.attention;
   const int64_t num_tokens = call.step.num_tokens, size = shape.head_dim;
   const Rows projected = buffers.projected, wide = buffers.wide;
-  linear(*call.layer.query_key_value, buffers.normed.data, projected.data, num_tokens, buffers.normed.stride,
-         projected.stride);
+  adapted_linear(
+      *call.layer.query_key_value, call.adapted ? call.adapted->query_key_value : nullptr,
+      call.adapters ? &call.adapters->before : nullptr,
+      {buffers.normed.data, projected.data, num_tokens, buffers.normed.stride, projected.stride}, linear);
   norm_and_rotate_heads(projected.data, static_cast<const bfloat16*>(call.rotation.cos),
                         static_cast<const bfloat16*>(call.rotation.signed_sin), *call.layer.head_norm, num_tokens,
                         static_cast<int64_t>(shape.num_heads) + shape.num_kv_heads, projected.stride);
@@ -100,11 +105,15 @@ void decoder_layer(const LayerCall& call, Rows hidden, const Linear& linear, con
     keep_wanted(hidden, size, call.step);
   }
   if (num_tokens == 0) return;
-  linear(*layer.attention_output, wide.data, added.data, num_tokens, wide.stride, added.stride);
+  const AdapterStep* adapters = call.adapters ? &call.adapters->after : nullptr;
+  const AdaptedLayer none = {}, &adapted = call.adapted ? *call.adapted : none;
+  adapted_linear(*layer.attention_output, adapted.attention_output, adapters,
+                 {wide.data, added.data, num_tokens, wide.stride, added.stride}, linear);
   add_block(layer.post_attention_norm, hidden, added, size, num_tokens);
   rms_norm_rows(normed.data, hidden.data, *layer.mlp_norm, num_tokens, normed.stride, hidden.stride);
-  linear(*layer.gate_up, normed.data, wide.data, num_tokens, normed.stride, wide.stride);
-  linear(*layer.down, wide.data, added.data, num_tokens, wide.stride, added.stride);
+  adapted_linear(*layer.gate_up, adapted.gate_up, adapters, {normed.data, wide.data, num_tokens, normed.stride, wide.stride},
+                 linear);
+  adapted_linear(*layer.down, adapted.down, adapters, {wide.data, added.data, num_tokens, wide.stride, added.stride}, linear);
   add_block(layer.post_mlp_norm, hidden, added, size, num_tokens);
 }
 

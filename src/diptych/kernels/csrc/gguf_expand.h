@@ -71,24 +71,33 @@ ALWAYS_INLINE u16x32 load_words(const void* from) {
   return words;
 }
 
-// The plane's field of this pair, moved to bit `to`; rubbish around it.
-template <int WIDTH>
-ALWAYS_INLINE u16x32 field_at(const uint8_t* plane, int pair, int to) {
-  constexpr int per_word = 16 / WIDTH;
-  const u16x32 words = load_words(plane + pair / per_word * kVectorNbytes);
-  const int shift = pair % per_word * WIDTH - to;
+// A cell's vector, shifted right, or left by less than nothing.
+ALWAYS_INLINE u16x32 shifted(const uint8_t* cell, int vector, int shift) {
+  const u16x32 words = load_words(cell + vector * kVectorNbytes);
   return shift < 0 ? words << -shift : words >> shift;
+}
+
+// The bits of `a` where the mask has ones, else those of `b`.
+ALWAYS_INLINE u16x32 selected(uint16_t mask, u16x32 a, u16x32 b) {
+  constexpr int select = 0xca;  // mask ? a : b
+  return (u16x32)_mm512_ternarylogic_epi32(_mm512_set1_epi16(static_cast<short>(mask)), (__m512i)a, (__m512i)b, select);
 }
 
 // Codes of a pair in the low bits of 32 words; rubbish above them.
 template <int BITS>
 ALWAYS_INLINE u16x32 code_words(const uint8_t* cell, int pair) {
-  constexpr int low_bits = BITS >= 4 ? 4 : 2;
-  const u16x32 low = field_at<low_bits>(cell, pair, 0);
-  if constexpr (BITS == low_bits) return low;
-  constexpr uint16_t mask = (1 << low_bits) - 1;
-  const u16x32 high = field_at<BITS == low_bits ? 1 : BITS - low_bits>(cell + low_bits * kVectorNbytes, pair, low_bits);
-  return (low & mask) | (high & static_cast<uint16_t>(~mask));
+  constexpr CodePlaces places = {BITS};
+  if (places.is_whole(pair)) return shifted(cell, places.vector(pair), places.shift(pair));
+  if constexpr (BITS == 6) {
+    const int index = pair - places.num_whole();
+    const u16x32 low = shifted(cell, places.low_vector(index), places.kLowShift);
+    const u16x32 high = shifted(cell, places.high_vector(index), places.high_shift(index) - places.kLowBits);
+    return selected(15, low, high);
+  }
+  u16x32 codes = shifted(cell, 0, 15);
+#pragma GCC unroll 4
+  for (int bit = 1; bit < BITS; ++bit) codes = selected(static_cast<uint16_t>(1 << bit), shifted(cell, bit, 15 - bit), codes);
+  return codes;
 }
 
 // The values of a pair as bfloat16, as `joined` would have them.
@@ -112,21 +121,26 @@ ALWAYS_INLINE PairValues pair_values(const uint8_t* cell, int pair) {
 
 #else
 
-// Codes of one input of 16 outputs; parity says which of the pair.
+// Bits `shift` and up, `count` of them, of the words of 16 outputs in a cell's vector; parity says which of a pair's inputs.
+ALWAYS_INLINE u32x16 lane_bits(const uint8_t* cell, int vector, int parity, int shift, int count) {
+  return load_bits(cell + vector * kVectorNbytes) >> (parity * 16 + shift) & ((1u << count) - 1);
+}
+
+// Codes of one input of 16 outputs.
 template <int BITS>
 ALWAYS_INLINE i32x16 lane_codes(const uint8_t* cell, int pair, int parity) {
-  i32x16 codes = {};
-  int done = 0;
-#pragma GCC unroll 3
-  for (int width = 4; width > 0; width /= 2) {
-    if ((BITS & width) == 0) continue;
-    const int per_word = 16 / width;
-    const u32x16 words = load_bits(cell + pair / per_word * kVectorNbytes);
-    codes |= (i32x16)((words >> (pair % per_word * width + parity * 16) & ((1u << width) - 1)) << done);
-    done += width;
-    cell += width * kVectorNbytes;
+  constexpr CodePlaces places = {BITS};
+  if (places.is_whole(pair)) return (i32x16)lane_bits(cell, places.vector(pair), parity, places.shift(pair), BITS);
+  if constexpr (BITS == 6) {
+    const int index = pair - places.num_whole();
+    const u32x16 low = lane_bits(cell, places.low_vector(index), parity, places.kLowShift, places.kLowBits);
+    const u32x16 high = lane_bits(cell, places.high_vector(index), parity, places.high_shift(index), BITS - places.kLowBits);
+    return (i32x16)(low | high << places.kLowBits);
   }
-  return codes;
+  u32x16 codes = {};
+#pragma GCC unroll 5
+  for (int bit = 0; bit < BITS; ++bit) codes |= lane_bits(cell, bit, parity, 15, 1) << bit;
+  return (i32x16)codes;
 }
 
 template <GgufFormat FORMAT>

@@ -4,11 +4,11 @@
 // (and in some an offset): weight = scale * value[code] + offset. In the K formats 256 inputs share a float16 scale, which an
 // integer of few bits multiplies for each 16 or 32 of them.
 //
-// Packed order: blocks of 16 outputs. First their codes, in cells of 32 inputs; then their scales. A cell is made of planes of
-// bits. In a plane a vector of 32 words has a word for each output and parity of the input, and in every word a field for
-// each pair of inputs: shifting the vector right brings a pair of inputs of all outputs to the bottom, in the order of
-// linear.h. Codes of 8 bits are bytes instead: [pair][parity][output]. No bit is added but for the K formats' small integers,
-// which take a byte each.
+// Packed order: blocks of 16 outputs. First their codes, in cells of 32 inputs; then their scales. A cell of codes of n bits is
+// n vectors of 32 words: a word for each output and parity of the input, and in every word as many whole codes as it holds,
+// each of another pair of inputs. So shifting a vector right brings a pair of inputs of all outputs to the bottom, in the order
+// of linear.h. The bits that are left at the top of the words make the codes of the last pairs (CodePlaces). Codes of 8 bits are
+// bytes instead: [pair][parity][output]. No bit is added but for the K formats' small integers, which take a byte each.
 #pragma once
 
 #include "abi.h"
@@ -62,6 +62,26 @@ constexpr int64_t kCellInputs = 32;
 constexpr int64_t kSuperInputs = 256;
 constexpr int64_t kGgufBlockOutputs = 16;
 constexpr int64_t kVectorNbytes = 64;
+
+// Where the codes of a cell's 16 pairs lie. Whole ones: vector pair / per_word, shifted by pair % per_word * bits. Of 3 or 5
+// bits, those of the last pair have a bit in every vector; of 6 bits, those of the last four have four bits in one, and two in
+// another.
+struct CodePlaces {
+  int bits;
+
+  constexpr int per_word() const { return 16 / bits; }
+  constexpr int num_whole() const { return bits * per_word(); }
+  constexpr bool is_whole(int pair) const { return pair < num_whole(); }
+  constexpr int vector(int pair) const { return pair / per_word(); }
+  constexpr int shift(int pair) const { return pair % per_word() * bits; }
+
+  // Of pair num_whole() + index, 6 bits a code.
+  static constexpr int kLowBits = 4;
+  static constexpr int kLowShift = 12;
+  static constexpr int low_vector(int index) { return index; }
+  static constexpr int high_vector(int index) { return 4 + index / 2; }
+  static constexpr int high_shift(int index) { return 12 + index % 2 * 2; }
+};
 
 constexpr int64_t cell_nbytes(const FormatShape& shape) { return shape.code_bits * kVectorNbytes; }
 

@@ -95,26 +95,37 @@ ALWAYS_INLINE const float* sums_of(const float* row_sums, int64_t scale_inputs, 
   return scale_inputs == kSumInputs ? row_sums : row_sums + in_features / kSumInputs;
 }
 
-// Fetches what one row needs a little later: further on in a block, or in the one that takes its place in the next pair.
+// Fetches what one row needs later: codes further on in a block, or in the one that takes its place in the next pair, and of
+// that one the scales. These lie behind the codes and are needed with the first of them.
 template <GgufFormat FORMAT>
 ALWAYS_INLINE void prefetch_cell(const uint8_t* block, int64_t cell, int64_t in_features, int64_t next_block) {
-  constexpr int64_t ahead_nbytes = 2048, nbytes = cell_nbytes(shape_of(FORMAT));
-  const int64_t at = cell * nbytes + ahead_nbytes, end = block_nbytes(shape_of(FORMAT), in_features);
-  const uint8_t* from = block + (at < end ? at : at - end + next_block);
-  for (int64_t line = 0; line < nbytes; line += kVectorNbytes) __builtin_prefetch(from + line);
+  constexpr FormatShape shape = shape_of(FORMAT);
+  constexpr int64_t ahead_nbytes = 2048, nbytes = cell_nbytes(shape), scales_nbytes = scale_group_nbytes(shape);
+  constexpr int64_t scales_a_cell = shape.has_super_scale ? scales_nbytes / (kSuperInputs / kCellInputs) : scales_nbytes;
+  const int64_t at = cell * nbytes + ahead_nbytes, end = codes_nbytes(shape, in_features);
+  const uint8_t* codes = block + (at < end ? at : at - end + next_block);
+  for (int64_t line = 0; line < nbytes; line += kVectorNbytes) __builtin_prefetch(codes + line);
+  const uint8_t* scales = block + next_block + end + cell * scales_a_cell;
+  for (int64_t line = 0; line < scales_a_cell; line += kVectorNbytes) __builtin_prefetch(scales + line);
 }
 
-// One row's products with PAIRS pairs of inputs of a cell, even and odd inputs apart, added up.
-template <GgufFormat FORMAT, int PAIRS>
-ALWAYS_INLINE f32x16 cell_dots(const uint8_t* cell, int first, const float* even_inputs, const float* odd_inputs) {
-  f32x16 even = {}, odd = {};
+// One row's products with PAIRS pairs of inputs of a cell of each block, even and odd inputs apart, added up. Blocks take turns:
+// each sum is a chain of additions, and four chains keep the arithmetic busy where two do not.
+template <GgufFormat FORMAT, int PAIRS, int BLOCKS>
+ALWAYS_INLINE void cell_dots(f32x16 (&dots)[BLOCKS], const uint8_t* const (&cells)[BLOCKS], int first,
+                             const float* even_inputs, const float* odd_inputs) {
+  f32x16 even[BLOCKS] = {}, odd[BLOCKS] = {};
 #pragma GCC unroll 16
   for (int k = 0; k < PAIRS; ++k) {
-    const PairValues values = pair_values<FORMAT>(cell, first + k);
-    even = even + values.even * even_inputs[first + k];
-    odd = odd + values.odd * odd_inputs[first + k];
+#pragma GCC unroll 2
+    for (int block = 0; block < BLOCKS; ++block) {
+      const PairValues values = pair_values<FORMAT>(cells[block], first + k);
+      even[block] = even[block] + values.even * even_inputs[first + k];
+      odd[block] = odd[block] + values.odd * odd_inputs[first + k];
+    }
   }
-  return even + odd;
+#pragma GCC unroll 2
+  for (int block = 0; block < BLOCKS; ++block) dots[block] = even[block] + odd[block];
 }
 
 // One row against BLOCKS blocks of a format: two streams of memory are faster than one. next_block: bytes from a block to the
@@ -130,16 +141,21 @@ __attribute__((noinline)) void multiply_row(f32x16* results, const uint8_t* cons
   for (int64_t cell = 0; cell < in_features / kCellInputs; ++cell) {
     const float* even_inputs = row.split + cell * kPairsPerCell;
     const float* odd_inputs = even_inputs + in_features / 2;
+    const uint8_t* cells[BLOCKS];
 #pragma GCC unroll 2
     for (int block = 0; block < BLOCKS; ++block) {
+      cells[block] = blocks[block] + cell * cell_nbytes(shape);
       prefetch_cell<FORMAT>(blocks[block], cell, in_features, next_block);
+    }
 #pragma GCC unroll 2
-      for (int part = 0; part < scales_a_cell; ++part) {
-        const int64_t index = cell * scales_a_cell + part;
-        const f32x16 dots = cell_dots<FORMAT, pairs>(blocks[block] + cell * cell_nbytes(shape), part * pairs, even_inputs,
-                                                     odd_inputs);
+    for (int part = 0; part < scales_a_cell; ++part) {
+      const int64_t index = cell * scales_a_cell + part;
+      f32x16 dots[BLOCKS];
+      cell_dots<FORMAT, pairs>(dots, cells, part * pairs, even_inputs, odd_inputs);
+#pragma GCC unroll 2
+      for (int block = 0; block < BLOCKS; ++block) {
         const ScaleOffset factors = scale_at<FORMAT>(blocks[block] + codes_nbytes(shape, in_features), index);
-        totals[block] = totals[block] + dots * factors.scale;
+        totals[block] = totals[block] + dots[block] * factors.scale;
         if (shape.has_offset) totals[block] = totals[block] + factors.offset * sums[index];
       }
     }

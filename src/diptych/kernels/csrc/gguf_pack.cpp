@@ -140,21 +140,25 @@ void add_bits(uint8_t* word, unsigned bits) {
   word[1] |= static_cast<uint8_t>(bits >> 8);
 }
 
-// Writes the code of input i of the cell, for one of 16 outputs, into the cell's planes: from four bits to one.
+// Writes the code of input i of the cell, for one of 16 outputs.
 void put_code(uint8_t* cell, int64_t output, int64_t i, int code, int code_bits) {
-  const int64_t pair = i / 2, parity = i % 2;
+  const int pair = static_cast<int>(i / 2);
+  const int64_t parity = i % 2;
   if (code_bits == 8) {
     cell[pair * 32 + parity * 16 + output] = static_cast<uint8_t>(code);
     return;
   }
-  for (int width = 4; width > 0; width /= 2) {
-    if ((code_bits & width) == 0) continue;
-    const int64_t per_word = 16 / width;
-    uint8_t* word = cell + pair / per_word * kVectorNbytes + (output * 2 + parity) * 2;
-    add_bits(word, (static_cast<unsigned>(code) & ((1u << width) - 1)) << (pair % per_word * width));
-    code >>= width;
-    cell += width * kVectorNbytes;
+  const CodePlaces places = {code_bits};
+  const unsigned bits = static_cast<unsigned>(code);
+  uint8_t* words = cell + (output * 2 + parity) * 2;
+  if (places.is_whole(pair)) return add_bits(words + places.vector(pair) * kVectorNbytes, bits << places.shift(pair));
+  if (code_bits == 6) {
+    const int index = pair - places.num_whole();
+    add_bits(words + places.low_vector(index) * kVectorNbytes, (bits & 15) << places.kLowShift);
+    add_bits(words + places.high_vector(index) * kVectorNbytes, bits >> places.kLowBits << places.high_shift(index));
+    return;
   }
+  for (int bit = 0; bit < code_bits; ++bit) add_bits(words + bit * kVectorNbytes, (bits >> bit & 1) << 15);
 }
 
 void put_half(uint8_t* to, int64_t output, uint16_t half) { std::memcpy(to + output * 2, &half, 2); }

@@ -2,6 +2,7 @@
 // tile instructions; the flags do the rest.
 #include "kernels.h"
 
+#include "any_linear.h"
 #include "attention_rows.h"
 #include "collectives_sum.h"
 #include "decoder_layer.h"
@@ -12,7 +13,6 @@
 #include "reduce.h"
 #if DIPTYCH_AMX
 #include "amx_attention.h"
-#include "amx_linear.h"
 #include "gguf_tiles.h"
 #endif
 
@@ -83,14 +83,6 @@ void gguf_linear(const PackedLinear& layer, const LinearRows& rows) {
   gguf_rows(layer, rows);
 }
 
-template <class Weights>
-void linear_of(const PackedLinear& layer, const LinearRows& rows) {
-#if DIPTYCH_AMX
-  if (rows.num_rows > kMaxVectorRows) return linear_tiles<Weights>(layer, rows);
-#endif
-  linear_rows<Weights>(layer, rows);
-}
-
 void linear(const PackedLinear& layer, const void* x, void* out, int64_t num_rows, int64_t x_stride,
             int64_t out_stride) {
   const LinearRows rows = {static_cast<const bfloat16*>(x), out, num_rows, x_stride, out_stride};
@@ -131,10 +123,16 @@ void attention(const AttentionLayer& layer, const AttentionStep& step, const Att
 }
 
 void decoder_layers(const StackedLayer* layers, int64_t num_layers, const AttentionStep& step, const Rotation* rotations,
-                    void* hidden, int64_t hidden_stride) {
+                    void* hidden, int64_t hidden_stride, const AdapterRows* adapters) {
+  const Rows rows = {static_cast<bfloat16*>(hidden), hidden_stride};
   for (const StackedLayer* at = layers; at < layers + num_layers; ++at)
-    decoder_layer({*at->layer, *at->attention, step, rotations[at->rotation]},
-                  {static_cast<bfloat16*>(hidden), hidden_stride}, linear, attention);
+    decoder_layer({*at->layer, *at->attention, step, rotations[at->rotation], at->adapted, adapters}, rows, linear,
+                  attention);
+}
+
+void adapter_addend(const AdaptedLinear& adapted, const AdapterStep& step, const void* x, int64_t x_stride, void* addend,
+                    int64_t addend_stride) {
+  put_step(adapted, step, {static_cast<const bfloat16*>(x), addend, 0, x_stride, addend_stride});
 }
 
 void sum_ranks(void* out, const void* const* inputs, int64_t num_inputs, int64_t count, Dtype dtype) {
@@ -143,7 +141,7 @@ void sum_ranks(void* out, const void* const* inputs, int64_t num_inputs, int64_t
 
 const KernelTable table = {
     DIPTYCH_TEXT(DIPTYCH_ISA), rms_norm,  add_normalized, add_then_norm, norm_and_rotate, linear, linear_argmax,
-    pack, embed, attention, decoder_layers, argmax_rows, sum_ranks,
+    pack, embed, attention, decoder_layers, adapter_addend, argmax_rows, sum_ranks,
 };
 
 }  // namespace

@@ -25,7 +25,9 @@ struct KernelTable {
                        int64_t out_stride, float scale, bool is_scaled);
   void (*attention)(const AttentionLayer& layer, const AttentionStep& step, const AttentionTensors& tensors);
   void (*decoder_layers)(const StackedLayer* layers, int64_t num_layers, const AttentionStep& step,
-                         const Rotation* rotations, void* hidden, int64_t hidden_stride);
+                         const Rotation* rotations, void* hidden, int64_t hidden_stride, const AdapterRows* adapters);
+  void (*adapter_addend)(const AdaptedLinear& adapted, const AdapterStep& step, const void* x, int64_t x_stride,
+                         void* addend, int64_t addend_stride);
   void (*argmax)(int64_t* indices, const float* x, int64_t num_rows, int64_t size, int64_t stride);
   void (*sum_ranks)(void* out, const void* const* inputs, int64_t num_inputs, int64_t count, Dtype dtype);
 };

@@ -144,8 +144,15 @@ DIPTYCH_EXPORT void diptych_attention(const AttentionLayer* layer, const Attenti
 }
 
 DIPTYCH_EXPORT void diptych_decoder_layers(const StackedLayer* layers, int64_t num_layers, const AttentionStep* step,
-                                           const Rotation* rotations, void* hidden, int64_t hidden_stride) {
-  kernels->decoder_layers(layers, num_layers, *step, rotations, hidden, hidden_stride);
+                                           const Rotation* rotations, void* hidden, int64_t hidden_stride,
+                                           const AdapterRows* adapters) {
+  kernels->decoder_layers(layers, num_layers, *step, rotations, hidden, hidden_stride, adapters);
+}
+
+// addend = what adapters add to a linear layer's sums, bfloat16 [rows of the step, addend_stride]; zeros where they add nothing.
+DIPTYCH_EXPORT void diptych_adapter_addend(const AdaptedLinear* adapted, const AdapterStep* step, const void* x,
+                                           int64_t x_stride, void* addend, int64_t addend_stride) {
+  kernels->adapter_addend(*adapted, *step, x, x_stride, addend, addend_stride);
 }
 
 DIPTYCH_EXPORT void diptych_argmax(int64_t* indices, const float* x, int64_t num_rows, int64_t size, int64_t stride) {

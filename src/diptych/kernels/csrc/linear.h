@@ -57,8 +57,8 @@ class OutputSink {
 
   // One row's sums of two adjacent blocks, the first of which begins at packed column `output`.
   ALWAYS_INLINE void put(int64_t row, int64_t output, f32x16 first, f32x16 second) const {
-    first = finished(first, output);
-    if (output + kBlockOutputs < layer_.out_features) second = finished(second, output + kBlockOutputs);
+    first = finished(first, row, output);
+    if (output + kBlockOutputs < layer_.out_features) second = finished(second, row, output + kBlockOutputs);
     if (layer_.epilogue == Epilogue::kGatedGelu || layer_.epilogue == Epilogue::kGatedSilu) {
       const f32x16 gate = round_to_bfloat16(first), up = round_to_bfloat16(second);
       const f32x16 activated = layer_.epilogue == Epilogue::kGatedGelu ? gelu_tanh(gate) : silu(gate);
@@ -72,8 +72,10 @@ class OutputSink {
   }
 
  private:
-  ALWAYS_INLINE f32x16 finished(f32x16 sums, int64_t output) const {
+  ALWAYS_INLINE f32x16 finished(f32x16 sums, int64_t row, int64_t output) const {
     if (layer_.scales != nullptr) sums = sums * load(layer_.scales + output);
+    if (layer_.addend != nullptr)
+      sums = sums + load(static_cast<const bfloat16*>(layer_.addend) + row * layer_.addend_stride + output);
     return layer_.bias == nullptr ? sums : sums + load(layer_.bias + output);
   }
 
@@ -84,6 +86,8 @@ class OutputSink {
       store_some(static_cast<bfloat16*>(out_) + row * out_stride_ + output, outputs, left);
     else if (layer_.epilogue == Epilogue::kFloat32)
       store_some(static_cast<float*>(out_) + row * out_stride_ + output, round_to_bfloat16(outputs), left);
+    else if (layer_.epilogue == Epilogue::kBlocks)
+      store_some(static_cast<bfloat16*>(out_) + row * out_stride_ + output / kBlockOutputs * layer_.block_step, outputs, left);
     else best_.put(row, output, round_to_bfloat16(outputs), left);
   }
 

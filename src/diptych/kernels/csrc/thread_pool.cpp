@@ -164,7 +164,12 @@ struct Scratch {
   ~Scratch() { std::free(memory); }
 };
 
+thread_local bool is_serial = false;
+
 }  // namespace
+
+SerialScope::SerialScope() { is_serial = true; }
+SerialScope::~SerialScope() { is_serial = false; }
 
 int num_threads() { return current_pool().size(); }
 
@@ -183,7 +188,7 @@ void run_ranges(int64_t count, int64_t grain, RangeFunction function, void* cont
 
 void run_shrinking_ranges(int64_t count, int64_t smallest, int64_t largest, RangeFunction function, void* context) {
   if (count <= 0) return;
-  if (count <= smallest) {
+  if (count <= smallest || is_serial) {
     function(context, 0, count);
     return;
   }

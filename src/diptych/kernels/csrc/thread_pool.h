@@ -17,6 +17,13 @@ void run_ranges(int64_t count, int64_t grain, RangeFunction function, void* cont
 // left, but at least `smallest` and at most `largest`.
 void run_shrinking_ranges(int64_t count, int64_t smallest, int64_t largest, RangeFunction function, void* context);
 
+// While one lives, its thread runs what it is given by itself: for kernels that are a piece of another one's job.
+class SerialScope {
+ public:
+  SerialScope();
+  ~SerialScope();
+};
+
 // Number of threads that share a job, the caller included.
 int num_threads();
 
@@ -27,7 +34,7 @@ void set_num_threads(int count, const int32_t* cpus);
 void* thread_scratch(int slot, size_t nbytes);
 
 // Slots of thread_scratch, one a purpose, so that callers of callers do not collide.
-enum ScratchSlot { kScratchCaller = 0, kScratchWorker = 1, kScratchLayer = 2, kScratchSums = 3, kNumScratchSlots = 4 };
+enum ScratchSlot { kScratchCaller = 0, kScratchWorker = 1, kScratchLayer = 2, kScratchSums = 3, kScratchLowRank = 4, kScratchAddend = 5, kNumScratchSlots = 6 };
 
 template <class Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
