@@ -2,8 +2,8 @@
 
     python benchmarks/rank_parity.py MODEL --shapes tp2,pp2,tp2pp2,tp2dp2 [any flags of `diptych serve`]
 
-A shape names sizes of tp, pp, dp and ep. In float32, unless --dtype says otherwise: sums then round differently, and ties
-may fall otherwise. Prints one line a shape; exits with 1 if any differs.
+A shape names sizes of tp, pp, dp and ep. In float32, unless --dtype says otherwise: sums then round differently, and
+ties may fall otherwise. Prints one line a shape; exits with 1 if any differs.
 """
 
 from __future__ import annotations

@@ -242,8 +242,6 @@ def _validate_speculative(config: EngineConfig) -> None:
         )
     if config.parallel.pp_size > 1:
         raise ConfigError(f"speculation is not served over {config.parallel.pp_size} pipeline stages; use pp_size 1")
-    if config.parallel.dp_size > 1:
-        raise ConfigError(f"speculation is not served over {config.parallel.dp_size} attention groups; use dp_size 1")
 
 
 def _validate_transfer(config: TransferConfig) -> None:

@@ -218,10 +218,10 @@ def test_a_command_that_does_not_run_is_a_lost_rank(tmp_path: Path) -> None:
     executor.shutdown()
 
 
-def test_an_engine_of_several_ranks_has_no_peers_yet(tmp_path: Path) -> None:
-    config = EngineConfig(parallel=ParallelConfig(tp_size=2), transfer=TransferConfig(role="decode"))
+def test_groups_have_no_peers_yet(tmp_path: Path) -> None:
+    config = EngineConfig(parallel=ParallelConfig(tp_size=2, dp_size=2), transfer=TransferConfig(role="decode"))
     executor = MultiProcessExecutor(config, folder=tmp_path, command=TOY)
-    with pytest.raises(ConfigError, match="role decode with 2 ranks is not served yet"):
+    with pytest.raises(ConfigError, match="role decode with dp_size 2 is not served yet"):
         executor.start()
     executor.shutdown()
 

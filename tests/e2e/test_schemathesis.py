@@ -18,7 +18,7 @@ def test_no_server_error(tiny_server, tmp_path: Path):
         # These make an engine refuse, hold or wait, which is what they are for.
         *(
             "--exclude-path-regex",
-            "^/(sleep|release_memory_occupation|pause|pause_generation|init_weights_update_group)$",
+            "^/(sleep|release_memory|pause|init_weights)",
         ),
         *("--seed", "1", "--request-timeout", "30", "--suppress-health-check", "all", "--generation-database", "none"),
     ]

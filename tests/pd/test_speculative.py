@@ -91,9 +91,8 @@ def test_apart_says_what_one_engine_says(start_model: Start, algorithms: tuple[s
     decode.wait_at_rest()
     load = decode.load()
     assert load.transfer.rooms_done_total == 5 and not load.transfer.failures_total
-    if algorithms[1] == "STANDALONE":  # one token came from prefill, and 20 in four steps: every guess was right
-        assert [len(decode.answers[name]) for name in sent] == [5] * 5
-        assert load.accepted_drafts_total == load.drafts_total > 0
+    if algorithms[1] == "STANDALONE":  # every guess is right, from the first after the prompt
+        assert load.accepted_drafts_total == load.drafts_total > 50
 
 
 def test_a_pair_with_and_without_a_draft_model_is_refused(start_model: Start) -> None:

@@ -227,3 +227,20 @@ def test_leader_worker_set_says_where_the_nodes_are(model_folder, monkeypatch):
     assert (once.parallel.nnodes, once.parallel.node_rank) == (2, 1)
     assert once.parallel.dist_init_addr == "leader.pods:20000"
     assert resolve(once) == once
+
+
+@pytest.mark.parametrize(
+    ("speculative", "scheduler", "message"),
+    [
+        ({"speculative_algorithm": "STANDALONE"}, {}, "STANDALONE needs a speculative_draft_model_path"),
+        ({"speculative_algorithm": "EAGLE"}, {}, "EAGLE needs a speculative_draft_model_path"),
+        ({"speculative_draft_model_path": "x"}, {}, "none has no use for a speculative_draft_model_path"),
+        ({"speculative_num_draft_tokens": 0}, {}, "speculative_num_draft_tokens must be at least 1, got 0"),
+        ({"speculative_algorithm": "NGRAM"}, {"max_inflight_steps": 2}, "leave it out, or use 1"),
+        ({"speculative_algorithm": "MEDUSA"}, {}, "invalid configuration"),
+    ],
+)
+def test_speculation_that_cannot_be_is_named(speculative, scheduler, message):
+    config = EngineConfig(speculative=SpeculativeConfig(**speculative), scheduler=SchedulerConfig(**scheduler))
+    with pytest.raises(ConfigError, match=message):
+        validate(config)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from diptych.cli.bench_unlike import Timer, compare, print_ways
 from diptych.cli.flags import parse_flags
 from diptych.errors import TransferError
 from diptych.kv.layout import KVLayout
@@ -50,6 +51,10 @@ class BenchTransferFlags:
     """MiB moved for each row; sizes above it are left out."""
     repeats: int = 7
     """Times that each row is measured, in turn with NIXL alone; the best counts."""
+    src_tp: int = 0
+    """With dst_tp: compare direct and packed writes from a rank of an engine of this tp size, instead of the rest."""
+    dst_tp: int = 0
+    """The tp size of the engine that it is sent to."""
     json: bool = False
     """Print JSON instead of tables."""
 
@@ -87,8 +92,8 @@ class Bench:
     def __init__(self, nbytes: int, receiver: Connection) -> None:
         self.nbytes = nbytes
         self._events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
-        self._memory = allocated(nbytes)
-        self.src_base = self._memory.ctypes.data
+        self.memory = allocated(nbytes)
+        self.src_base = self.memory.ctypes.data
         regions = [MemoryRegion(self.src_base, nbytes)]
         metadata, self.dst_base = msgspec.msgpack.decode(receiver.recv_bytes(), type=tuple[bytes, int])
         self.bare = NixlBackend(f"bare-{uuid.uuid4()}")
@@ -139,6 +144,8 @@ class Bench:
 def run(arguments: Sequence[str]) -> int:
     """Measure and print."""
     flags = parse_flags(BenchTransferFlags, arguments, prog="diptych bench transfer", description=DESCRIPTION)
+    if flags.src_tp or flags.dst_tp:
+        return _run_unlike(flags)
     with bench(flags.mib * MIB) as running:
         rows = [row for order in PageOrder for row in bandwidths(running, order, repeats=flags.repeats)]
         costs = host_costs(running)
@@ -147,6 +154,28 @@ def run(arguments: Sequence[str]) -> int:
         print(msgspec.json.encode({"transport": transport, "bandwidth": rows, "host": costs}).decode())
     else:
         _print_tables(rows, costs, transport)
+    return 0
+
+
+def _run_unlike(flags: BenchTransferFlags) -> int:
+    with bench(flags.mib * MIB) as running:
+
+        def write(descriptors: Descriptors) -> None:
+            running.hand_over(descriptors)
+            running.wait()
+
+        timer = Timer(
+            write=write,
+            in_turn=partial(in_turn, repeats=flags.repeats),
+            src_base=running.src_base,
+            dst_base=running.dst_base,
+            memory=running.memory,
+        )
+        rows = compare(timer, src_tp=flags.src_tp, dst_tp=flags.dst_tp)
+    if flags.json:
+        print(msgspec.json.encode({"transport": running.transport, "ways": rows}).decode())
+    else:
+        print_ways(rows, src_tp=flags.src_tp, dst_tp=flags.dst_tp)
     return 0
 
 

@@ -25,7 +25,6 @@ _BFLOAT16, _FLOAT32, _ARGMAX = 0, 1, 4
 _GATED = {"gelu_tanh": 2, "silu": 3}
 
 _ROWS_QUANTIZED_AT_ONCE = 1024
-_ROWS_WRITTEN_AT_ONCE = 4096
 
 Activation = Literal["gelu_tanh", "silu"]
 Quantization = Literal["none", "int8", "gguf"]
@@ -205,22 +204,50 @@ class PackedLinear(LinearKernel):
     def write_rows(self, start: int, values: torch.Tensor) -> None:
         """Replace outputs from `start` on, in place; an 8-bit weight rounds them and takes their scales."""
         order = self._packed_order(torch.arange(start, start + len(values)))
-        for begin in range(0, len(values), _ROWS_WRITTEN_AT_ONCE):
-            part = slice(begin, begin + _ROWS_WRITTEN_AT_ONCE)
+        for begin in range(0, len(values), _ROWS_QUANTIZED_AT_ONCE):
+            part = slice(begin, begin + _ROWS_QUANTIZED_AT_ONCE)
             self._write(order[part], values[part])
 
     def _write(self, order: torch.Tensor, values: torch.Tensor) -> None:
-        block, row = order // BLOCK_OUTPUTS, order % BLOCK_OUTPUTS
-        padding = (0, self.padded_inputs - self.in_features)
+        """Rows to packed outputs `order`: whole blocks where there are any, the others one by one, which is slower."""
+        head = min(int(-order[0] % BLOCK_OUTPUTS), len(order))
+        tail = head + (len(order) - head) // BLOCK_OUTPUTS * BLOCK_OUTPUTS
+        blocks = order[head:tail].view(-1, BLOCK_OUTPUTS)
+        if (
+            not (blocks[:, 0] % BLOCK_OUTPUTS == 0).all()
+            or not (blocks[:, -1] - blocks[:, 0] == BLOCK_OUTPUTS - 1).all()
+        ):
+            head = tail = len(order)
+        if head < tail:
+            self._write_blocks(order[head:tail:BLOCK_OUTPUTS] // BLOCK_OUTPUTS, values[head:tail])
+        for some in (slice(0, head), slice(tail, len(order))):
+            if some.start < some.stop:
+                self._write_outputs(order[some], values[some])
+
+    def _write_blocks(self, blocks: torch.Tensor, values: torch.Tensor) -> None:
         if self.scales is None:
-            pairs = F.pad(values.to(torch.bfloat16), padding).contiguous().view(torch.int32)
-            self.weight.view(torch.int32).squeeze(-1)[block, :, row] = pairs
+            pairs = self._padded(values.to(torch.bfloat16)).view(torch.int32)
+            ordered = pairs.view(len(blocks), BLOCK_OUTPUTS, -1).transpose(1, 2)
+            self.weight.view(torch.int32).squeeze(-1)[blocks] = ordered
             return
         integers, scale = _rounded(values.to(torch.bfloat16).float())  # as a weight that is packed has been rounded
-        quads = F.pad(integers, padding).to(torch.int8).view(len(values), -1, 2, 2)
+        self.weight[blocks] = _in_blocks(self._padded(integers).to(torch.int8))
+        self.scales.view(-1, BLOCK_OUTPUTS)[blocks] = scale.view(-1, BLOCK_OUTPUTS)
+
+    def _write_outputs(self, order: torch.Tensor, values: torch.Tensor) -> None:
+        block, row = order // BLOCK_OUTPUTS, order % BLOCK_OUTPUTS
+        if self.scales is None:
+            pairs = self._padded(values.to(torch.bfloat16)).view(torch.int32)
+            self.weight.view(torch.int32).squeeze(-1)[block, :, row] = pairs
+            return
+        integers, scale = _rounded(values.to(torch.bfloat16).float())
+        quads = self._padded(integers).to(torch.int8).view(len(values), -1, 2, 2)
         # [blocks, inputs / 4, four outputs, pair, output, input]: of one output, [inputs / 4, pair, input].
         self.weight[block, :, row // 4, :, row % 4] = quads
         self.scales[order] = scale
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.pad(rows, (0, self.padded_inputs - self.in_features)).contiguous()
 
     def _packed_order(self, outputs: torch.Tensor) -> torch.Tensor:
         if not self.is_gated:
@@ -269,11 +296,14 @@ def _quantize(weight: torch.Tensor, padded_inputs: int, *, is_interleaved: bool)
             rows = F.pad(rows, (0, padded_inputs - rows.shape[1], 0, -rows.shape[0] % BLOCK_OUTPUTS))
             rows, scale = _rounded(rows)
             blocks = slice(start // BLOCK_OUTPUTS, start // BLOCK_OUTPUTS + rows.shape[0] // BLOCK_OUTPUTS)
-            packed[blocks, index] = (
-                rows.view(-1, 4, 4, padded_inputs // 4, 2, 2).permute(0, 3, 1, 4, 2, 5).to(torch.int8)
-            )
+            packed[blocks, index] = _in_blocks(rows).to(torch.int8)
             scales[blocks, index] = scale.view(-1, BLOCK_OUTPUTS)
     return packed.flatten(0, 1), scales.view(-1)
+
+
+def _in_blocks(rows: torch.Tensor) -> torch.Tensor:
+    """Whole blocks of rows, [16 * blocks, padded inputs], in the order in which bytes are packed."""
+    return rows.view(-1, 4, 4, rows.shape[1] // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
 
 
 def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

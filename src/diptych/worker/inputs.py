@@ -28,11 +28,8 @@ def build_inputs(steps: list[SequenceStep], slots: SlotTable, device: torch.devi
     max_pages = -(-int(ends.max()) // slots.page_size)
     num_logits = np.array([1 + step.max_drafts if step.samples else 0 for step in steps])
 
-    is_on_host = device.type == "cpu"
-
     def to_device(array: np.ndarray) -> torch.Tensor:
-        on_host = torch.from_numpy(array)
-        return on_host if is_on_host else on_host.to(device, non_blocking=True)
+        return torch.from_numpy(array).to(device, non_blocking=True)
 
     return ForwardInputs(
         token_ids=to_device(slots.token_ids[slot_of_token, positions].astype(np.int64)),

@@ -53,7 +53,7 @@ def test_flags_beside_those_of_an_engine():
         (["--role", "decode"], "--role is chosen for each engine"),
         (["--peer-port", "5"], "--peer-port is chosen for each engine"),
         (["--nnodes", "2"], "`diptych pd` runs on one machine, but nnodes is 2"),
-        (["--load-format", "dummy", "--decode-tp", "2"], "role decode with 2 ranks is not served yet"),
+        (["--decode-tp", "2", "--prefill-tp", "2", "--dp", "3"], "dp_size 3 does not divide tp_size 1"),
         (["--prefil", "1"], "did you mean --prefill?"),
         (["no/such/model"], "model path no/such/model does not exist"),
     ],

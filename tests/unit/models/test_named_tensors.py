@@ -1,4 +1,4 @@
-"""Tensors on their way: buckets give back what went in, bytes are what safetensors reads, and other things are refused."""
+"""Tensors on their way: buckets give back what went in, bytes are what safetensors reads, the rest is refused."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.core.request import Request, SamplingParams
 from diptych.errors import PeerIncompatible
 from diptych.kv.layout import KVLayout
 from diptych.transfer.backend import MemoryKind, MemorySpace
-from diptych.transfer.destination import Destination, Stream, destination_of
+from diptych.transfer.destination import Destination, Stream, adapter_problem, destination_of
 from diptych.transfer.extension import LayoutFields, OtherVersion, PeerExtension, RoomExtension
 from diptych.transfer.handoff import HandoffLayout
 from diptych.transfer.plan import PageOrder, plan
@@ -171,3 +173,30 @@ def test_a_pool_is_where_the_peer_says_and_a_base_peers_where_ours_is(
     us = msgspec.structs.replace(OURS, kv_memory=ours)
     registration = base if theirs is None else named
     assert only(destination_of(registration, us, handoff=HANDOFF)).kv_space == found
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "text"),
+    [
+        (("", ""), ("", ""), None),
+        (("sql", "d1"), ("sql", "d1"), None),
+        (("mine", "d1"), ("yours", "d1"), None),
+        (("sql", "d1"), ("sql", "d2"), r"goes on with adapter 'sql' \(d1\), .* with adapter 'sql' \(d2\)"),
+        (("sql", "d1"), ("", ""), r"goes on with adapter 'sql' \(d1\), the prompt is computed with the base model"),
+        (("", ""), ("sql", "d1"), r"goes on with the base model, the prompt is computed with adapter 'sql' \(d1\)"),
+        (None, ("", ""), None),
+        (None, ("sql", "d1"), "goes on with no adapter that it could name"),
+    ],
+)
+def test_kv_of_another_adapter_is_refused(
+    theirs: tuple[str, str] | None, ours: tuple[str, str], text: str | None
+) -> None:
+    info = asked([1], is_base=theirs is None)
+    if theirs is not None:
+        extension = RoomExtension(instance_id="d", adapter=theirs[0], adapter_digest=theirs[1])
+        info = replace(info, extension=extension)
+    request = Request(
+        request_id="r", prompt_token_ids=[1], sampling=SamplingParams(), adapter=ours[0], adapter_digest=ours[1]
+    )
+    problem = adapter_problem(info, request)
+    assert (problem is None) if text is None else re.search(text, problem or "")
