@@ -197,12 +197,13 @@ def test_tensor_parallel_ranks_take_slices(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")  # what transformers warns of while it reads a GGUF file is not ours
 def test_trained_on_the_demo_model(tmp_path: Path) -> None:
     """An adapter that has learned some tokens by heart says them as it does in transformers, and the base does not."""
-    learned = [2, *range(1000, 1024)]
+    learned = [2, *range(1000, 1014)]
     reference = load_reference(torch.float32)
-    adapted = save_adapter(reference, tmp_path / "learned", rank=8, std=0.02, train_on=[learned], num_steps=6)
+    adapted = save_adapter(reference, tmp_path / "learned", rank=8, std=0.02, train_on=[learned], num_steps=4)
     asked = learned[:6]
     with torch.inference_mode():
         ids = torch.tensor([asked])

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from diptych.errors import DiptychError, InvariantError, WorkerError
+from diptych.errors import DiptychError, InvariantError, RequestError, WorkerError
 
 MemoryTag = Literal["weights", "kv_cache"]
 
@@ -186,7 +186,7 @@ class CallDone(msgspec.Struct, tag=True, frozen=True):
 
 
 def answered(submitted: SubmittedCall, obey: Callable[[WorkerCall], bytes]) -> CallDone:
-    """Obey on a worker. An error of the call is its answer.
+    """Obey on a worker. An error of the call is its answer, and so is one of a file that it names.
 
     Raises: WorkerError and InvariantError, after which the engine cannot go on.
     """
@@ -196,3 +196,5 @@ def answered(submitted: SubmittedCall, obey: Callable[[WorkerCall], bytes]) -> C
         raise
     except DiptychError as error:
         return CallDone(submitted.call_id, type(error).__name__, str(error))
+    except OSError as error:
+        return CallDone(submitted.call_id, RequestError.__name__, f"{type(submitted.call).__name__}: {error}")

@@ -34,7 +34,7 @@ from diptych.transfer.remote_agent import (
     news_of,
 )
 from diptych.transfer.shared_rows import open_rows
-from diptych.worker.transfer_agent import TransferAgent
+from diptych.worker.transfer_agent import Probe, TransferAgent
 
 MakeBackend = Callable[[str, MemoryKind], TransferBackend]
 
@@ -47,11 +47,16 @@ def nixl_backend(name: str, kind: MemoryKind) -> TransferBackend:
 class RankAgent:
     """At most one agent at a time. wake_fd: readable when `news` may have some.
 
-    Args: make_backend: for tests.
+    Args: make_backend, make_probe: what moves bytes, and what metadata must pass before they reach it.
     """
 
-    def __init__(self, make_backend: MakeBackend = nixl_backend) -> None:
+    def __init__(
+        self,
+        make_backend: MakeBackend = nixl_backend,
+        make_probe: Callable[[], Probe | None] = MetadataProbe,
+    ) -> None:
         self._make_backend = make_backend
+        self._make_probe = make_probe
         self._events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
         self.wake_fd, self._wake_write = os.pipe()
         os.set_blocking(self.wake_fd, False)
@@ -130,7 +135,7 @@ class RankAgent:
             regions.append(MemoryRegion(self._rows.ctypes.data, self._rows.nbytes))
         self._lifeline = _listen(command.host)
         agent = TransferAgent(
-            lambda: self._make_backend(command.name, space.kind), regions, on_event=self._put, probe=MetadataProbe()
+            lambda: self._make_backend(command.name, space.kind), regions, on_event=self._put, probe=self._make_probe()
         )
         self._agent = agent
         agent.start()

@@ -42,8 +42,8 @@ class Asking:
         )
 
     def ask(self, peer: Peer, info: TransferInfo) -> None:
-        """Name a room to a peer, after who we are if it has not been told."""
-        if peer not in self._registered_with:
+        """Name a room to a peer, after who we are if it has not been told, or has not told us who it is."""
+        if peer not in self._registered_with or peer.identity is None:
             self.register_with(peer)
         extension = info.extension
         assert isinstance(extension, RoomExtension)
@@ -57,7 +57,7 @@ class Asking:
         self._network.send(peer.address, encode_registration(self._site.registration()))
 
     def forget(self, peer: Peer) -> None:
-        """A peer is dead."""
+        """A peer is dead, or may not have heard who we are."""
         self._registered_with.discard(peer)
 
     def problem_with(self, peer: Peer) -> str:

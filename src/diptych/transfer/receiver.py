@@ -247,7 +247,9 @@ class Receiver:
         if incoming is not None:
             incoming.is_joined = True
             incoming.stages.reach(Stage.MET, self.now)
-            incoming.next_nudge = self.now + (NUDGE_S if incoming.landing.is_expecting else FIRST_NUDGE_S)
+            incoming.next_nudge = self.now + NUDGE_S
+            if incoming.peer.identity is None:
+                self._asking.register_with(incoming.peer)  # its answer to that must have been lost
 
     def on_quiesced(self, room: int, generation: int) -> None:
         """Nothing more comes. Notifications of what was written may still be on their way, unless it is given up."""
@@ -348,7 +350,7 @@ class Receiver:
         has_met = incoming.is_joined and incoming.landing.is_expecting
         incoming.next_nudge = self.now + (NUDGE_S if has_met else FIRST_NUDGE_S)
         if not has_met:
-            self._asking.register_with(incoming.peer)
+            self._asking.forget(incoming.peer)
         self._asking.ask(incoming.peer, incoming.info)
 
     def _fail(self, incoming: Incoming, event: Event, error: DiptychError) -> None:

@@ -160,8 +160,10 @@ class ModelWeights:
                 if pair[0] != pair[1] and field.name != "eos_token_ids":
                     raise ConfigError(f"its {field.name} is {pair[1]}, the loaded model's is {pair[0]}")
             check_weights(spec, dtype=self._dtype)
-        except ConfigError as error:
-            raise RequestError(f"{call.path} cannot take the loaded model's place: {error}", "model_path") from error
+        except (ConfigError, OSError, ValueError) as error:  # a path may be too long, or hold a zero
+            raise RequestError(
+                f"{call.path[:200]} cannot take the loaded model's place: {error}", "model_path"
+            ) from error
         self._refuse_blocks()
         self._staged = Staged(call.update_id, spec)
 

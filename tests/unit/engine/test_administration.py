@@ -111,6 +111,11 @@ def test_answered_translates_errors_of_the_call_alone() -> None:
 
     assert answered(submitted, refuse) == CallDone(3, "Unsupported", "no")
 
+    def misname(call: WorkerCall) -> bytes:
+        raise OSError(36, "File name too long")
+
+    assert answered(submitted, misname) == CallDone(3, "RequestError", "GetWeights: [Errno 36] File name too long")
+
     def break_down(call: WorkerCall) -> bytes:
         raise WorkerError("gone")
 

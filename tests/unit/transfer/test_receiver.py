@@ -12,6 +12,7 @@ from hinges import Notes, identity, site
 
 from diptych.core.request import Request, SamplingParams, TakeFrom
 from diptych.core.sequence import Sequence
+from diptych.kv.layout import KVLayout
 from diptych.scheduler.ports import Begin, GaveUp
 from diptych.transfer.control import Cancel, Failed, HelloReply
 from diptych.transfer.peers import PeerBook
@@ -172,3 +173,28 @@ def test_who_ends_before_its_room_was_opened_tells_the_peer_that_waits_there(rec
     notes.sent.clear()
     receiver.cancel(sequence(room=None))  # decode drives: nobody was told
     assert not notes.sent
+
+
+def test_a_peer_that_has_joined_but_not_said_who_it_is_is_asked_at_once(receiver, notes) -> None:
+    begin(receiver, sequence(room=11))
+    notes.sent.clear()
+    receiver.on_joined(11, next(iter(receiver.rooms))[1].generation)
+    assert [type(message) for _, message in notes.sent] == [Registration]
+    receiver.on_notified(encode_notification(ChunkLanded(11, 0, True, 0)))
+    receiver.on_notified(encode_notification(AuxLanded(11, 0)))
+    assert receiver.num_done == 0
+    receiver.on_hello_reply(HelloReply(identity("prefill")), 0.0)
+    assert receiver.num_done == 1
+
+
+def test_a_room_has_landed_when_every_rank_has_written_to_every_rank(notes, book) -> None:
+    full = KVLayout.single_rank(2, 2, head_dim=1, page_size=4, dtype="float32")
+    ours = site("decode", notes, layout=full, shape=(1, 2))
+    receiver = Receiver(ours, book, network=notes, limits=LIMITS, rng=random.Random(1))
+    begin(receiver, sequence(room=11))
+    receiver.on_hello_reply(HelloReply(identity("prefill", full, shape=(2, 1))), 0.0)
+    receiver.on_notified(encode_notification(AuxLanded(11, 0)), 0)
+    for writer, reader in [(0, 0), (1, 1), (0, 1), (1, 0)]:
+        assert receiver.num_done == 0
+        receiver.on_notified(encode_notification(ChunkLanded(11, 0, True, writer)), reader)
+    assert receiver.num_done == 1

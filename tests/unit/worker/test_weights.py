@@ -194,7 +194,12 @@ def test_what_does_not_fit_changes_nothing(
 
 def test_another_model_cannot_take_its_place(folder: Callable[..., Path], tmp_path: Path) -> None:
     weights = load(folder("llama"))
-    for path, message in ((folder("qwen3"), "its architecture is Qwen3"), (tmp_path / "none", "there is no model")):
+    for path, message in (
+        (folder("qwen3"), "its architecture is Qwen3"),
+        (tmp_path / "none", "there is no model"),
+        ("0" * 300, "too long"),
+        ("a\0", "cannot take"),
+    ):
         with pytest.raises(RequestError, match=message):
             weights.obey(StageCheckpoint("u", str(path)))
     with pytest.raises(RequestError, match="nothing is staged"):
