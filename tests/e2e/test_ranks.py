@@ -95,5 +95,5 @@ def test_a_killed_engine_takes_its_ranks_along(start_tiny) -> None:
         os.kill(live.engine_pid, signal.SIGSTOP)
         os.kill(live.engine_pid, signal.SIGKILL)
         assert live.wait_for_exit() == 1
-        psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+        psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
         assert not any(map(is_running, pids))

@@ -178,8 +178,12 @@ def test_tiny_models_of_every_architecture(case, tmp_path):
             model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24)[0, len(prompt) :].tolist()
             for prompt in prompts
         ]
-    layers = model.model.layers
-    page_nbytes = len(layers) * 2 * 4 * layers[0].self_attn.k_proj.out_features * 4
+    layers, config = model.model.layers, model.config
+    if "kv_lora_rank" in config.to_dict():
+        row = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        row = 2 * layers[0].self_attn.k_proj.out_features
+    page_nbytes = len(layers) * 4 * row * 4
     # 35 pages hold the longest sequence but not all six: some wait, some are retracted.
     pool = f"{-(-35 * page_nbytes // 1024)}KiB"
     options = {"dtype": "float32", "page_size": 4, "kv_cache_memory": pool, "max_num_batched_tokens": 16}

@@ -123,8 +123,7 @@ class Adapters:
             raise AdapterError(f"an adapter needs a printable name, got {name!r}", param="lora_name")
         known = self._by_name.get(name)
         if known is not None:
-            state = "being unloaded" if known.is_leaving else "loaded" if known.info is not None else "being loaded"
-            raise AdapterError(f"adapter {name!r} is {state} already; unload it first", param="lora_name")
+            raise AdapterError(f"adapter {name!r} is {_state(known)}", param="lora_name")
         num_pinned = sum(info.pinned for info in self.loaded())
         if message.pinned and num_pinned + 1 >= self._max_loras:
             raise AdapterError(
@@ -156,6 +155,13 @@ class Adapters:
 
     def _outcome(self, message: str) -> Outcome:
         return Outcome(message, msgspec.msgpack.encode(self.loaded()))
+
+
+def _state(adapter: _Adapter) -> str:
+    """What is the matter with a name that is taken, and what to do."""
+    if adapter.is_leaving:
+        return "being unloaded: its last requests are running; wait for them, or abort them"
+    return "being loaded already; wait for it" if adapter.info is None else "loaded already; unload it first"
 
 
 def _has_passed(deadline: float) -> Callable[[], bool]:

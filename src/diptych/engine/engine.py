@@ -150,7 +150,7 @@ class EngineCore:
         info = self._membership.join(info)
         scheduler = create_scheduler(self._config, info, self._peering)
         self._adapters = Adapters(scheduler, info.max_loras)
-        self._gate = Gate(self._add)
+        self._gate = Gate(self._add, max_held=scheduler.limits.max_queued_requests)
         self._upkeep = Upkeep(scheduler, self._gate, self._membership, info=info, tell=self._replies.append)
         self._channel.send(Ready(info))
         try:

@@ -10,14 +10,18 @@ from collections.abc import Callable
 from diptych.core.batch import FinishReason
 from diptych.core.messages import RequestFailed, RequestOutput
 from diptych.core.request import Request
-from diptych.errors import DiptychError, Unavailable
+from diptych.errors import DiptychError, Overloaded, RequestError, Unavailable
 
 
 class Gate:
-    """Passes requests to `add`, which raises what refuses one."""
+    """Passes requests to `add`, which raises what refuses one.
 
-    def __init__(self, add: Callable[[Request], None]) -> None:
+    Args: max_held: as many as the scheduler would queue; more could not all pass once the gate opens.
+    """
+
+    def __init__(self, add: Callable[[Request], None], *, max_held: int) -> None:
         self._add = add
+        self._max_held = max_held
         self._holders: set[str] = set()
         self._held: dict[str, Request] = {}
         self._refusal: str | None = None
@@ -38,6 +42,10 @@ class Gate:
         if self._refusal is not None:
             raise Unavailable(self._refusal)
         if self._holders:
+            if request.request_id in self._held:
+                raise RequestError(f"request_id {request.request_id!r} is already in use", param="request_id")
+            if len(self._held) >= self._max_held:
+                raise Overloaded(f"{len(self._held)} requests are held already; try again later")
             self._held[request.request_id] = request
         else:
             self._add(request)

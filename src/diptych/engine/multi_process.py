@@ -235,7 +235,7 @@ class MultiProcessExecutor:
         self._results[next(index for index, names in enumerate(self._groups) if name in names)].append(output)
         if all(self._results):
             parts = [results.popleft() for results in self._results]
-            self._news.append(StepOutput(0, [], max(part.compute_s for part in parts), groups=parts))
+            self._news.append(StepOutput(parts[0].step_id, [], max(part.compute_s for part in parts), groups=parts))
 
     def _gather(self, rank: int, done: CallDone) -> None:
         """A call is done when all ranks have obeyed; it failed if one could not."""

@@ -58,7 +58,8 @@ async def unload_adapter(state: RouterState, request: Request) -> Response:
     left: list[tuple[Member, bytes | EngineFailed | ErrorStatus]] = []
     for member in lost:
         left += await _tell(state, [member], LOAD, {"lora_name": name, "lora_path": cards[member]})
-    for member in cards:
+    without = {member for member, answer in left if isinstance(answer, Exception)}
+    for member in set(cards) - without:
         member.models |= {name}
     return _refusal(answers, undone=left)
 

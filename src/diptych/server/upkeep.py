@@ -156,12 +156,13 @@ def new_update_id() -> str:
 
 
 def memory_tags(tags: Iterable[str]) -> list[MemoryTag]:
-    """The parts that the words name. Raises RequestError for another word."""
+    """The parts that the words name; no words mean all parts. Raises RequestError for another word."""
     known: dict[str, MemoryTag] = {tag: tag for tag in MEMORY_TAGS}
-    unknown = [tag for tag in tags if tag not in known]
+    wanted = list(dict.fromkeys(tags)) or list(known)
+    unknown = [tag for tag in wanted if tag not in known]
     if unknown:
         raise RequestError(f"tags must be among {', '.join(MEMORY_TAGS)}, got {unknown[0]!r}", param="tags")
-    return [known[tag] for tag in dict.fromkeys(tags)]
+    return [known[tag] for tag in wanted]
 
 
 def buckets(tensors: Iterable[TensorBytes], nbytes: int) -> Iterator[list[TensorBytes]]:

@@ -57,12 +57,12 @@ class NoAdapters:
 
 def create_adapters(config: LoraConfig, model: Transformer) -> AdapterStore | NoAdapters:
     """The store of a loaded model, or why it has none."""
-    if config.max_loras == 0:
-        return NoAdapters("adapters are off: start with --max-loras above 0")
     if model.device.type != "cpu":
         return NoAdapters(f"adapters are not served on {model.device.type} yet, only on a CPU")
     if model.groups.pipeline.size > 1 or model.groups.data.size > 1:
         return NoAdapters("adapters are not served over pipeline stages or data parallel groups yet; use --tp-size")
+    if config.max_loras == 0:  # said last of what a flag decides: with data parallel groups it is 0 whatever was asked
+        return NoAdapters("adapters are off: start with --max-loras above 0")
     if model.layer_blocks is None:
         return NoAdapters(f"adapters are not served for {model.config.architecture}: its attention has other parts")
     return AdapterStore(model, num_slots=config.max_loras, max_rank=config.max_lora_rank)

@@ -8,7 +8,7 @@ from diptych.core.batch import FinishReason
 from diptych.core.messages import RequestFailed, RequestOutput
 from diptych.core.request import Request, SamplingParams
 from diptych.engine.gate import Gate
-from diptych.errors import Overloaded, Unavailable
+from diptych.errors import Overloaded, RequestError, Unavailable
 
 
 def request(request_id: str) -> Request:
@@ -27,7 +27,7 @@ class Intake:
 
 def test_held_requests_pass_in_order_when_the_last_holder_lets_go() -> None:
     intake = Intake()
-    gate = Gate(intake.add)
+    gate = Gate(intake.add, max_held=3)
     gate.offer(request("a"))
     gate.hold("one")
     gate.hold("two")
@@ -43,7 +43,7 @@ def test_held_requests_pass_in_order_when_the_last_holder_lets_go() -> None:
 
 def test_refusing_answers_what_was_held() -> None:
     intake = Intake()
-    gate = Gate(intake.add)
+    gate = Gate(intake.add, max_held=3)
     gate.hold("update")
     gate.offer(request("a"))
     gate.refuse("asleep")
@@ -57,7 +57,7 @@ def test_refusing_answers_what_was_held() -> None:
 
 
 def test_held_requests_can_be_aborted_by_name_or_all() -> None:
-    gate = Gate(Intake().add)
+    gate = Gate(Intake().add, max_held=3)
     gate.hold("update")
     for name in ("a", "b", "c"):
         gate.offer(request(name))
@@ -66,3 +66,23 @@ def test_held_requests_can_be_aborted_by_name_or_all() -> None:
     answers = gate.take_answers()
     assert [answer.request_id for answer in answers] == ["b", "a", "c"] and not gate.held
     assert all(isinstance(answer, RequestOutput) and answer.finish_reason is FinishReason.ABORT for answer in answers)
+
+
+def test_a_held_request_is_not_lost_to_another_of_its_name() -> None:
+    intake = Intake()
+    gate = Gate(intake.add, max_held=3)
+    gate.hold("update")
+    gate.offer(request("a"))
+    with pytest.raises(RequestError, match="'a' is already in use"):
+        gate.offer(request("a"))
+    gate.let_go("update")
+    assert intake.taken == ["a"] and not gate.take_answers()
+
+
+def test_no_more_is_held_than_the_scheduler_would_queue() -> None:
+    gate = Gate(Intake().add, max_held=1)
+    gate.hold("update")
+    gate.offer(request("a"))
+    with pytest.raises(Overloaded, match="1 requests are held already"):
+        gate.offer(request("b"))
+    assert gate.held == ["a"]

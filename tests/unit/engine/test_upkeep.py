@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -84,6 +85,15 @@ def outputs(harness: Harness, request_id: str) -> list[int]:
     return [t for message in messages for o in message.outputs if o.request_id == request_id for t in o.token_ids]
 
 
+def wait_for_tokens(harness: Harness, request_id: str) -> None:
+    """Until a request has said something: a load report alone is a `RequestOutputs`, too."""
+    deadline = time.monotonic() + 20.0
+    while not outputs(harness, request_id):
+        assert time.monotonic() < deadline, f"{request_id} says nothing"
+        harness.messages += harness.channel.receive_all()
+        harness.channel.socket.poll(20)
+
+
 def served(harness: Harness, each: Request) -> list[int]:
     harness.channel.send(AddRequest(each))
     return harness.wait_for_end(each.request_id)[0]
@@ -92,7 +102,7 @@ def served(harness: Harness, each: Request) -> list[int]:
 def test_wait_finishes_with_the_old_weights_and_what_comes_later_has_the_new(harness: Harness) -> None:
     before, later = request("before", **LONG), request("later", **LONG)
     harness.channel.send(AddRequest(before))
-    harness.wait_for(RequestOutputs)
+    wait_for_tokens(harness, "before")
     harness.channel.send(CallWorkers(9, StageWeights("u", [TensorBytes("salt", "int8", (1,), b"\3")])))
     assert replied(harness, 9).ok
     harness.channel.send(UpdateWeights(1, "u", "wait", weight_version="v3"))
@@ -116,7 +126,7 @@ def test_abort_ends_what_runs(harness: Harness) -> None:
 def test_retract_computes_again_what_was_said(harness: Harness) -> None:
     each = request("a", **LONG)
     harness.channel.send(AddRequest(each))
-    harness.wait_for(RequestOutputs)
+    wait_for_tokens(harness, "a")
     harness.channel.send(update(1, 3, "retract"))
     tokens, _ = harness.wait_for_end("a")
     old = expected(each, 0)
@@ -126,7 +136,7 @@ def test_retract_computes_again_what_was_said(harness: Harness) -> None:
 
 def test_keep_goes_on_and_its_pages_are_no_others(harness: Harness) -> None:
     harness.channel.send(AddRequest(request("a", **LONG)))
-    harness.wait_for(RequestOutputs)
+    wait_for_tokens(harness, "a")
     harness.channel.send(update(1, 3, "keep"))
     assert harness.wait_for_end("a")[1] is FinishReason.LENGTH
     # The same prompt: pages of "a" were written in part under the old weights, and must not be found.
@@ -171,7 +181,7 @@ def test_versions_may_be_named_later(harness: Harness) -> None:
 def test_a_pause_in_place_and_an_update_in_it(harness: Harness) -> None:
     each = request("a", **LONG)
     harness.channel.send(AddRequest(each))
-    harness.wait_for(RequestOutputs)
+    wait_for_tokens(harness, "a")
     harness.channel.send(PauseGeneration(1, "retract"))
     assert replied(harness, 1).ok
     said = outputs(harness, "a")

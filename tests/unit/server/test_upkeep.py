@@ -34,5 +34,6 @@ def test_values_as_numbers() -> None:
 
 def test_memory_tags() -> None:
     assert memory_tags(["kv_cache", "weights", "kv_cache"]) == ["kv_cache", "weights"]
+    assert sorted(memory_tags([])) == ["kv_cache", "weights"], "none, as SGLang has it, are all"
     with pytest.raises(RequestError, match="got 'cuda_graph'"):
         memory_tags(["weights", "cuda_graph"])
