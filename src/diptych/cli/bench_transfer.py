@@ -135,7 +135,10 @@ class Bench:
             raise TransferError(f"NIXL alone could not write {nbytes} bytes: {state}")
 
     def _next(self, kind: type[Event]) -> Event:
-        event = self._events.get(timeout=WAIT_S)
+        try:
+            event = self._events.get(timeout=WAIT_S)
+        except queue.Empty:
+            raise TransferError(f"no {kind.__name__} came within {WAIT_S:g} s; try again") from None
         if not isinstance(event, kind):
             raise TransferError(f"expected {kind.__name__}, got {event}")
         return event
