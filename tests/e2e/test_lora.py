@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,9 +13,9 @@ import httpx
 import openai
 import pytest
 import torch
-from live_server import LiveServer, run_server, wait_for
+from live_server import LiveServer, run_server
 from lora_folders import save_adapter
-from test_pd import ENGINE_FLAGS, engine_url, rooms_done, running
+from test_pd import ENGINE_FLAGS, engine_url, rooms_done, run_cluster
 from transformers import AutoModelForCausalLM
 
 IDS = list(range(40, 90))
@@ -151,17 +149,8 @@ def test_loads_and_unloads_under_load(live: LiveServer, folders: Folders) -> Non
 
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """One prefill engine, one decode engine, one router."""
-    log = tmp_path_factory.mktemp("lora-pd") / "pd.log"
-    command = [sys.executable, "-m", "diptych", "pd", str(tiny_model), "--port", "0", *ENGINE_FLAGS]
-    with running(command, log) as process:
-
-        def url() -> str | None:
-            assert process.poll() is None, log.read_text()
-            found = re.search(r" at (http://\S+), prefill and decode apart", log.read_text())
-            return found and found[1]
-
-        yield LiveServer(str(wait_for(url, 100, "the cluster did not get ready")), "tiny-llama", process, log)
+    with run_cluster(tiny_model, tmp_path_factory.mktemp("lora-pd")) as live:
+        yield live
 
 
 def test_apart_with_the_same_adapter(cluster: LiveServer, folders: Folders) -> None:

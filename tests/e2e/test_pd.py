@@ -58,11 +58,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+@contextmanager
+def run_cluster(model: Path, folder: Path) -> Iterator[LiveServer]:
     """`diptych pd` with the tiny model: one prefill engine, one decode engine, one router."""
-    log = tmp_path_factory.mktemp("pd") / "pd.log"
-    command = [sys.executable, "-m", "diptych", "pd", str(tiny_model), "--port", "0", *ENGINE_FLAGS]
+    log = folder / "pd.log"
+    command = [sys.executable, "-m", "diptych", "pd", str(model), "--port", "0", *ENGINE_FLAGS]
     with running(command, log) as process:
 
         def url() -> str | None:
@@ -71,6 +71,12 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             return found and found[1]
 
         yield LiveServer(str(wait_for(url, 100, "the cluster did not get ready")), "tiny-llama", process, log)
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with run_cluster(tiny_model, tmp_path_factory.mktemp("pd")) as live:
+        yield live
 
 
 @pytest.fixture(scope="module")

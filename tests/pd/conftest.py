@@ -1,4 +1,4 @@
-"""Fixture: toy engines as processes; all are ended with the test."""
+"""Fixtures: engines as processes, toy or real; all are ended with the test."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ def start_engine() -> Iterator[Callable[..., EngineUnderTest]]:
         engine = EngineUnderTest(role, [sys.executable, str(TOY_ENGINE)], config, environment or {})
         engines.append(engine)
         return engine
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def start_real() -> Iterator[Callable[[EngineConfig], EngineUnderTest]]:
+    """Starts engines with real models; all are ended with the test."""
+    engines: list[EngineUnderTest] = []
+
+    def start(config: EngineConfig) -> EngineUnderTest:
+        command = [sys.executable, "-m", "diptych.engine.process"]
+        engines.append(EngineUnderTest(config.transfer.role, command, config, {"OMP_NUM_THREADS": "1"}))
+        return engines[-1]
 
     yield start
     for engine in engines:

@@ -5,8 +5,7 @@ A tiny random DeepSeek V3 in real engines, like and unlike, over real NIXL.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -55,9 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start_model(folder: Path) -> Iterator[Start]:
+def start_model(folder: Path, start_real: Callable[[EngineConfig], EngineUnderTest]) -> Start:
     """Starts engines with the tiny model; all are ended with the test."""
-    engines: list[EngineUnderTest] = []
 
     def start(role: str, page_size: int = 4, **parallel: int) -> EngineUnderTest:
         config = EngineConfig(
@@ -67,13 +65,9 @@ def start_model(folder: Path) -> Iterator[Start]:
             transfer=TransferConfig(role=role),
             parallel=ParallelConfig(**parallel),
         )
-        command = [sys.executable, "-m", "diptych.engine.process"]
-        engines.append(EngineUnderTest(role, command, config, {"OMP_NUM_THREADS": "1"}))
-        return engines[-1]
+        return start_real(config)
 
-    yield start
-    for engine in engines:
-        engine.close()
+    return start
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

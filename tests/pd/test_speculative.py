@@ -6,8 +6,7 @@ values are worth can be read off the acceptance: they come from prefill, as furt
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start_model(folder: Path) -> Iterator[Start]:
+def start_model(folder: Path, start_real: Callable[[EngineConfig], EngineUnderTest]) -> Start:
     """Starts engines with the tiny model; all are ended with the test."""
-    engines: list[EngineUnderTest] = []
 
     def start(role: str, algorithm: str) -> EngineUnderTest:
         config = EngineConfig(
@@ -60,13 +58,9 @@ def start_model(folder: Path) -> Iterator[Start]:
             ),
             transfer=TransferConfig(role=role, local_prefill=False),
         )
-        command = [sys.executable, "-m", "diptych.engine.process"]
-        engines.append(EngineUnderTest(role, command, config, {"OMP_NUM_THREADS": "1"}))
-        return engines[-1]
+        return start_real(config)
 
-    yield start
-    for engine in engines:
-        engine.close()
+    return start
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

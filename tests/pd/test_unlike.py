@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -83,9 +82,8 @@ def said_alone() -> dict[str, list[list[int]]]:
 
 
 @pytest.fixture
-def start_ranks(folders: dict[str, Path]) -> Iterator[Start]:
+def start_ranks(folders: dict[str, Path], start_real: Callable[[EngineConfig], EngineUnderTest]) -> Start:
     """Starts engines of tp x pp ranks; all are ended with the test."""
-    engines: list[EngineUnderTest] = []
 
     def start(role: str, model: str, shape: tuple[int, int] = (1, 1), *, page_size: int = 4) -> EngineUnderTest:
         config = EngineConfig(
@@ -95,13 +93,9 @@ def start_ranks(folders: dict[str, Path]) -> Iterator[Start]:
             parallel=ParallelConfig(tp_size=shape[0], pp_size=shape[1]),
             transfer=TransferConfig(role=role),
         )
-        command = [sys.executable, "-m", "diptych.engine.process"]
-        engines.append(EngineUnderTest(role, command, config, {"OMP_NUM_THREADS": "1"}))
-        return engines[-1]
+        return start_real(config)
 
-    yield start
-    for engine in engines:
-        engine.close()
+    return start
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

@@ -6,8 +6,6 @@ threads queue. Never imports torch.
 
 from __future__ import annotations
 
-import os
-import queue
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 
 from diptych.core.messages import EngineInfo
 from diptych.engine.rank_agent import memory_space, nixl_backend
+from diptych.engine.waking_queue import WakingQueue
 from diptych.errors import ConfigError
 from diptych.transfer.agent import AgentFailed, AgentReady, TransferEvent
 from diptych.transfer.backend import MemoryKind, MemoryRegion, MemorySpace
@@ -90,36 +89,11 @@ def start_agents(
     return RemoteAgents(name, info, channel, rows_nbytes=rows_nbytes, host=host)
 
 
-class _Events:
-    """A queue that many threads fill, with a file descriptor that says so."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, TransferEvent]] = queue.SimpleQueue()
-        self.wake_fd, self._wake_write = os.pipe()
-        os.set_blocking(self.wake_fd, False)
-
-    def put(self, rank: int, event: TransferEvent) -> None:
-        # The byte first: whoever finds the event finds its byte, too.
-        os.write(self._wake_write, b"\0")
-        self._queue.put((rank, event))
-
-    def take(self) -> list[tuple[int, TransferEvent]]:
-        taken = []
-        while not self._queue.empty():
-            taken.append(self._queue.get())
-            os.read(self.wake_fd, 1)
-        return taken
-
-    def close(self) -> None:
-        os.close(self.wake_fd)
-        os.close(self._wake_write)
-
-
 class LocalAgents:
     """One rank: its agent is a thread of this process."""
 
     def __init__(self, name: str, info: EngineInfo, *, rows_nbytes: int) -> None:
-        self._events = _Events()
+        self._events: WakingQueue[tuple[int, TransferEvent]] = WakingQueue()
         self.rows = np.zeros(rows_nbytes, dtype=np.uint8)
         self.rows_address = self.rows.ctypes.data
         space = memory_space(info.device)
@@ -130,7 +104,7 @@ class LocalAgents:
         self._agent = TransferAgent(
             lambda: nixl_backend(name, space.kind),
             regions,
-            on_event=lambda event: self._events.put(0, event),
+            on_event=lambda event: self._events.put((0, event)),
             probe=MetadataProbe(),
         )
         self._agent.start()
@@ -150,7 +124,7 @@ class LocalAgents:
         return self._events.wake_fd
 
     def events(self) -> list[tuple[int, TransferEvent]]:
-        return self._events.take()
+        return self._events.take_all()
 
     def close(self) -> None:
         self._agent.close()
@@ -161,7 +135,7 @@ class RemoteAgents:
     """Several ranks: an agent in the process of each."""
 
     def __init__(self, name: str, info: EngineInfo, channel: AgentChannel, *, rows_nbytes: int, host: str) -> None:
-        self._events = _Events()
+        self._events: WakingQueue[tuple[int, TransferEvent]] = WakingQueue()
         self._opened: dict[int, Opened] = {}
         self._shared = SharedRows(rows_nbytes)
         self.rows = self._shared.rows
@@ -194,7 +168,7 @@ class RemoteAgents:
         return self._events.wake_fd
 
     def events(self) -> list[tuple[int, TransferEvent]]:
-        return self._events.take()
+        return self._events.take_all()
 
     def close(self) -> None:
         self._channel.listen_to_agents(_ignore)
@@ -207,7 +181,7 @@ class RemoteAgents:
         news = decode_news(body)
         if isinstance(news, Opened):
             self._opened[rank] = news
-        self._events.put(rank, event_of(news))
+        self._events.put((rank, event_of(news)))
 
 
 def _ignore(rank: int, body: bytes) -> None:
@@ -223,7 +197,9 @@ def _site_of(opened: Opened, kind: MemoryKind) -> RankSite:
     return RankSite(agent_name=opened.name, agent_metadata=opened.metadata, kv_base=opened.kv_address, kv_space=space)
 
 
-def _wait_ready(events: _Events, num_ranks: int, channel: AgentChannel | None = None) -> dict[int, AgentReady]:
+def _wait_ready(
+    events: WakingQueue[tuple[int, TransferEvent]], num_ranks: int, channel: AgentChannel | None = None
+) -> dict[int, AgentReady]:
     """The first event of every rank. Args: channel: whence they come, if not from threads of this process.
 
     Raises ConfigError, and what an agent failed with.
@@ -234,7 +210,7 @@ def _wait_ready(events: _Events, num_ranks: int, channel: AgentChannel | None = 
         time.sleep(_WAIT_S)
         if channel is not None:
             channel.receive()
-        for rank, event in events.take():
+        for rank, event in events.take_all():
             if isinstance(event, AgentFailed):
                 raise event.error
             assert isinstance(event, AgentReady), "an agent's first event says whether it could start"

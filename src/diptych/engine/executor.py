@@ -17,6 +17,7 @@ from diptych.config import EngineConfig
 from diptych.core.batch import Batch, StepOutput
 from diptych.core.calls import CallDone, SubmittedCall, WorkerCall, answered
 from diptych.core.messages import EngineInfo, Loading
+from diptych.engine.waking_queue import WakingQueue
 from diptych.errors import DiptychError, Unsupported, WorkerError
 
 if TYPE_CHECKING:
@@ -77,15 +78,13 @@ class InProcessExecutor:
         self._open_world = open_world
         self._work: queue.SimpleQueue[Batch | SubmittedCall | PendingStep | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[Loading | EngineInfo | StepOutput | CallDone | Exception] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
+        self._news: WakingQueue[Loading | EngineInfo | StepOutput | CallDone | Exception] = WakingQueue()
         self._thread = threading.Thread(target=self._run, name="diptych-worker", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="diptych-device", daemon=True)
 
     @property
     def wake_fd(self) -> int:
-        return self._wake_read
+        return self._news.wake_fd
 
     def start(self) -> None:
         self._thread.start()
@@ -117,25 +116,15 @@ class InProcessExecutor:
         self._launched.put(None)
         if self._watcher.is_alive():
             self._watcher.join()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._news.close()
 
     def _take(self) -> Loading | EngineInfo | StepOutput | CallDone | None:
-        try:
-            news = self._news.get_nowait()
-        except queue.Empty:
-            return None
-        os.read(self._wake_read, 1)
+        news = self._news.take()
         if isinstance(news, DiptychError):
             raise news
         if isinstance(news, Exception):
             raise WorkerError(f"{type(news).__name__}: {news}") from news
         return news
-
-    def _put(self, news: Loading | EngineInfo | StepOutput | CallDone | Exception) -> None:
-        # The byte first: whoever finds the news finds its byte, too.
-        os.write(self._wake_write, b"\0")
-        self._news.put(news)
 
     def _run(self) -> None:
         """The worker's thread: load, then launch batches and collect those that the device has computed, until told to
@@ -148,12 +137,12 @@ class InProcessExecutor:
             with contextlib.ExitStack() as stack:
                 world = None if self._open_world is None else stack.enter_context(self._open_world())
                 worker = create_worker(
-                    self._config, lambda what, done, total: self._put(Loading(what, done, total)), world
+                    self._config, lambda what, done, total: self._news.put(Loading(what, done, total)), world
                 )
-                self._put(worker.info)
+                self._news.put(worker.info)
                 self._serve(worker)
         except Exception as error:
-            self._put(error)
+            self._news.put(error)
 
     def _serve(self, worker: Worker) -> None:
         outstanding: deque[PendingStep] = deque()
@@ -165,10 +154,10 @@ class InProcessExecutor:
             elif isinstance(work, SubmittedCall):
                 while outstanding:
                     outstanding[0].wait()
-                    self._put(outstanding.popleft().collect())
-                self._put(answered(work, worker.obey))
+                    self._news.put(outstanding.popleft().collect())
+                self._news.put(answered(work, worker.obey))
             while outstanding and outstanding[0].is_done:
-                self._put(outstanding.popleft().collect())
+                self._news.put(outstanding.popleft().collect())
 
     def _watch_over(self, step: PendingStep) -> None:
         if not self._watcher.is_alive():
@@ -182,7 +171,7 @@ class InProcessExecutor:
                 step.wait()
                 self._work.put(step)
         except Exception as error:
-            self._put(error)
+            self._news.put(error)
 
 
 def refuse_call(call: WorkerCall) -> bytes:

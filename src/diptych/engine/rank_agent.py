@@ -6,8 +6,6 @@ Main thread of the rank, except that the agent's thread queues its events. Never
 
 from __future__ import annotations
 
-import os
-import queue
 import socket
 from collections.abc import Callable
 
@@ -15,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.core.messages import EngineInfo
+from diptych.engine.waking_queue import WakingQueue
 from diptych.errors import ConfigError
 from diptych.transfer.agent import AgentReady, TransferEvent
 from diptych.transfer.backend import HOST, MemoryKind, MemoryRegion, MemorySpace, TransferBackend
@@ -57,9 +56,8 @@ class RankAgent:
     ) -> None:
         self._make_backend = make_backend
         self._make_probe = make_probe
-        self._events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
-        self.wake_fd, self._wake_write = os.pipe()
-        os.set_blocking(self.wake_fd, False)
+        self._events: WakingQueue[TransferEvent] = WakingQueue()
+        self.wake_fd = self._events.wake_fd
         self._agent: TransferAgent | None = None
         self._lifeline: socket.socket | None = None
         self._rows: NDArray[np.uint8] | None = None
@@ -86,9 +84,7 @@ class RankAgent:
     def news(self) -> list[bytes]:
         """What to tell the engine."""
         told = []
-        while not self._events.empty():
-            event = self._events.get()
-            os.read(self.wake_fd, 1)
+        for event in self._events.take_all():
             news = self._opened(event) if isinstance(event, AgentReady) else news_of(event)
             if news is not None:
                 told.append(encode(news))
@@ -135,7 +131,10 @@ class RankAgent:
             regions.append(MemoryRegion(self._rows.ctypes.data, self._rows.nbytes))
         self._lifeline = _listen(command.host)
         agent = TransferAgent(
-            lambda: self._make_backend(command.name, space.kind), regions, on_event=self._put, probe=self._make_probe()
+            lambda: self._make_backend(command.name, space.kind),
+            regions,
+            on_event=self._events.put,
+            probe=self._make_probe(),
         )
         self._agent = agent
         agent.start()
@@ -151,11 +150,6 @@ class RankAgent:
             rows_address=0 if self._rows is None else self._rows.ctypes.data,
             lifeline=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         )
-
-    def _put(self, event: TransferEvent) -> None:
-        """On the agent's thread. The byte first: whoever finds the event finds its byte, too."""
-        os.write(self._wake_write, b"\0")
-        self._events.put(event)
 
 
 def memory_space(device: str) -> MemorySpace:

@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 
 from diptych.attention.backend import AttentionBackend, AttentionInputs
+from diptych.layers.mlp import GatedMLP
+from diptych.layers.moe import MoE
 from diptych.layers.norm import RMSNorm
 from diptych.layers.rotary import Rotation
 from diptych.models.config import TransformerConfig
@@ -21,6 +23,7 @@ from diptych.models.transformer import (
     gated_mlp,
     query_key_norm,
 )
+from diptych.parallel.groups import GroupCoordinator
 from diptych.parallel.layer_groups import ONE_RANK, LayerGroups
 
 
@@ -41,11 +44,9 @@ class LlamaLayer(DecoderLayer):
         super().__init__(config, layer, groups=groups, dtype=dtype, device=device)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
-        group = groups.attention
-        head_norm = query_key_norm(config, group=group, dtype=dtype, device=device) if self.norms_heads else None
-        self.self_attn = SelfAttention(config, layer, head_norm=head_norm, group=group, dtype=dtype, device=device)
+        self.self_attn = self._attention(config, layer, group=groups.attention, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
-        self.mlp = gated_mlp(config, group=groups.tensor, dtype=dtype, device=device)
+        self.mlp = self._feed_forward(config, layer, groups=groups, dtype=dtype, device=device)
 
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, inputs: AttentionInputs, attention: AttentionBackend
@@ -53,13 +54,38 @@ class LlamaLayer(DecoderLayer):
         attended = self.self_attn(self.input_layernorm(hidden), rotation, inputs, attention)
         return hidden.add_(self.mlp(self.post_attention_layernorm.after_adding(hidden, attended)))
 
-    def blocks(self) -> LayerBlocks:
+    def blocks(self) -> LayerBlocks | None:
+        if not isinstance(self.self_attn, SelfAttention):
+            return None
         return LayerBlocks(
             attention=self.self_attn,
             mlp=self.mlp,
             input_norm=self.input_layernorm,
             mlp_norm=self.post_attention_layernorm,
         )
+
+    def _attention(
+        self,
+        config: TransformerConfig,
+        layer: int,
+        *,
+        group: GroupCoordinator,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> torch.nn.Module:
+        head_norm = query_key_norm(config, group=group, dtype=dtype, device=device) if self.norms_heads else None
+        return SelfAttention(config, layer, head_norm=head_norm, group=group, dtype=dtype, device=device)
+
+    def _feed_forward(
+        self,
+        config: TransformerConfig,
+        layer: int,
+        *,
+        groups: LayerGroups,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> GatedMLP | MoE:
+        return gated_mlp(config, group=groups.tensor, dtype=dtype, device=device)
 
 
 class LlamaModel(Transformer):
